@@ -6,6 +6,10 @@ import time
 from pathlib import Path
 
 import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from tools.problems import Problem
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
@@ -16,13 +20,18 @@ KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": 
 def find(number):
     """Return the one notebook whose file name starts with `number`, such as "00".
 
-    Raises ValueError when there is none or more than one, and names what there is.
+    Raises Problem when there is none or more than one, and names what there is.
     """
     found = sorted(NOTEBOOKS.glob(f"{number}_*.ipynb"))
     if len(found) != 1:
-        names = ", ".join(path.name for path in sorted(NOTEBOOKS.glob("*.ipynb"))) or "none"
-        raise ValueError(f"expected one notebook with the number {number!r}; there are: {names}")
+        names = ", ".join(path.name for path in every()) or "none"
+        raise Problem(f"Expected the number of one notebook, got {number!r}. There are: {names}.")
     return found[0]
+
+
+def every():
+    """Return the paths of all notebooks of the series, in order."""
+    return sorted(NOTEBOOKS.glob("*.ipynb"))
 
 
 def canonical(notebook):
@@ -67,32 +76,39 @@ def _outputs(cell):
 def build(paths):
     """Execute each notebook in a new kernel and write it, with its outputs, in canonical form.
 
-    Prints a line a notebook. Raises nbclient's CellExecutionError at the first cell that fails
-    without the tag `raises-exception`, and leaves that notebook as it was.
+    Prints a line a notebook; returns 0. At the first cell that fails without the tag
+    `raises-exception` it prints the error, leaves that notebook as it was, and returns 1.
     """
     # A kernel of the same name in the user's home belongs to another environment.
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    os.environ.pop("PYTHONWARNINGS", None)  # as conftest.py does
-    from nbclient import NotebookClient
-
+    paths_of_python = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths_of_python)
+    os.environ.pop("PYTHONWARNINGS", None)  # a warning is an output that has to be seen
     for path in map(Path, paths):
         print(f"{path.name:<40}", end="", flush=True)
         started = time.perf_counter()
         before = path.read_text(encoding="utf-8")
         notebook = nbformat.reads(before, as_version=4)
-        client = NotebookClient(
-            notebook,
-            kernel_name="python3",
-            record_timing=False,
-            timeout=600,
-            resources={"metadata": {"path": str(path.parent)}},
-        )
-        client.execute()
+        try:
+            _execute(notebook, path.parent)
+        except CellExecutionError as error:
+            print(f"  failed; it is left as it was.\n{error}", flush=True)
+            return 1
         after = canonical(notebook)
         if after != before:
             path.write_text(after, encoding="utf-8", newline="\n")
         state = "unchanged" if after == before else "written"
         print(f"{time.perf_counter() - started:6.1f} s  {state}", flush=True)
+    return 0
+
+
+def _execute(notebook, folder):
+    NotebookClient(
+        notebook,
+        kernel_name="python3",
+        record_timing=False,
+        timeout=600,
+        # Keeps the kernel's note on unencrypted TCP off the terminal.
+        extra_arguments=["--log-level=ERROR"],
+        resources={"metadata": {"path": str(folder)}},
+    ).execute()

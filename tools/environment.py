@@ -1,0 +1,150 @@
+"""Finds, makes and updates the environment that the course runs in (standard library only)."""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.problems import Problem, explain
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "course-installed.txt"
+UNDER_WAY = VENV / "course-installing.txt"  # stays behind when an install is interrupted
+LOG = VENV / "course-install.log"
+INSTALL = ["-m", "pip", "install", "-c", "constraints.txt", "-e", ".[test]"]
+NEEDED = "torch numpy matplotlib PIL jupyterlab ipykernel nbclient nbformat nbval pytest xdist ruff"
+
+
+def environment():
+    """Return the folder of the environment to use; make or update .venv where none is active.
+
+    Raises Problem when it cannot be made, or when the active one lacks packages.
+    """
+    active = active_environment()
+    if active is not None and not same(active, VENV):
+        missing = missing_in(active)
+        if missing:
+            raise Problem(_lacks(active, missing))
+        return active
+    if not (STAMP.is_file() and STAMP.read_text("utf-8") == fingerprint() and works(VENV)):
+        try:
+            if not works(VENV) or UNDER_WAY.exists():
+                make_venv()
+            install()
+        except OSError as error:
+            raise Problem(explain(str(error), ROOT)) from None
+    return VENV
+
+
+def active_environment():
+    """Return the folder of the active virtual or conda environment, or None."""
+    if sys.prefix != sys.base_prefix:
+        return Path(sys.prefix)
+    for folder in (os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX"), sys.prefix):
+        if folder is None or not python_of(Path(folder)).exists():
+            continue
+        is_virtual = (Path(folder) / "pyvenv.cfg").is_file()
+        # Only conda's base, which many people have on all the time, has the folder pkgs.
+        is_conda = (Path(folder) / "conda-meta").is_dir() and not (Path(folder) / "pkgs").is_dir()
+        if is_virtual or is_conda:
+            return Path(folder)
+    return None
+
+
+def python_of(folder):
+    """Return the path of the environment's Python, there or not."""
+    if os.name != "nt":
+        return folder / "bin" / "python"
+    conda = folder / "python.exe"
+    return conda if conda.exists() else folder / "Scripts" / "python.exe"
+
+
+def same(one, other):
+    """Say whether two paths are one existing folder."""
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
+
+
+def works(folder):
+    """Say whether the environment's Python starts, is new enough and has a pip."""
+    code = "import sys, pip; sys.exit(sys.version_info < (3, 10))"
+    try:
+        command = [str(python_of(folder)), "-c", code]
+        return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+    except OSError:
+        return False
+
+
+def missing_in(folder):
+    """Return the modules that the course imports and this environment lacks."""
+    code = f"""import importlib.util as u
+print(*[name for name in {NEEDED.split()} if u.find_spec(name) is None])"""
+    result = subprocess.run([str(python_of(folder)), "-c", code], capture_output=True, text=True)
+    return result.stdout.split()
+
+
+def fingerprint():
+    """Return a hash of what an install depends on: two files, and the folder, which may move."""
+    parts = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
+    return hashlib.sha256(b"\n".join([*parts, os.fsencode(ROOT)])).hexdigest()
+
+
+def make_venv():
+    """Make .venv from nothing, in place of a broken or half-made one."""
+    for module in ("venv", "ensurepip"):
+        if importlib.util.find_spec(module) is None:
+            raise Problem(_no_module(module))
+    if os.path.lexists(VENV):
+        print("The environment in .venv is incomplete. It is made again.", flush=True)
+        shutil.rmtree(VENV)
+    print(f"Making an environment in {VENV} (once)", flush=True)
+    made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True, text=True)
+    if made.returncode or not works(VENV):
+        raise Problem(explain(made.stdout + made.stderr, ROOT))
+
+
+def install():
+    """Install the course and what it needs into .venv; the whole of pip's words goes to a log."""
+    print("Installing PyTorch, JupyterLab and the tests' tools: some minutes, once", flush=True)
+    UNDER_WAY.touch()
+    command = [str(python_of(VENV)), *INSTALL, "--progress-bar", "off", "--no-color"]
+    words = dict(os.environ, PYTHONUTF8="1", PYTHONUNBUFFERED="1")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with (
+        open(LOG, "w", encoding="utf-8") as log,
+        subprocess.Popen(command, cwd=ROOT, env=words, **pipes) as pip,
+    ):
+        for line in pip.stdout:
+            text = line.decode("utf-8", "replace")
+            log.write(text)
+            if text.split()[:1] == ["Downloading"] and (" MB" in text or " GB" in text):
+                print("  " + text.strip(), flush=True)
+            elif text.startswith("Installing collected packages"):
+                print("  Unpacking", flush=True)
+    UNDER_WAY.unlink()
+    if pip.returncode:
+        raise Problem(explain(LOG.read_text("utf-8"), ROOT) + f"\nAll that pip said: {LOG}")
+    STAMP.write_text(fingerprint(), "utf-8")
+
+
+def _lacks(folder, missing):
+    leave = "conda deactivate" if (folder / "conda-meta").is_dir() else "deactivate"
+    return (
+        f"The active environment {folder} lacks: {', '.join(missing)}.\n"
+        "An active environment is used as it is; nothing is installed into it unasked. Either "
+        f"leave it (type {leave}, or open a new terminal) and start this again: the course then "
+        f"makes an environment of its own. Or install what is missing into it, in {ROOT}:\n"
+        '    python -m pip install -c constraints.txt -e ".[test]"'
+    )
+
+
+def _no_module(name):
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    return (
+        f"This Python has no module {name}, which makes environments. On Debian and Ubuntu:\n"
+        f"    sudo apt install python3-venv      (or python{version}-venv, for this Python)\n"
+        "Elsewhere, install Python from python.org, or use conda with environment.yml."
+    )

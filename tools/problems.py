@@ -1,0 +1,86 @@
+"""What went wrong in plain words, where pip, venv or the system could not install."""
+
+import re
+import shutil
+import sys
+import tempfile
+
+DISK = ("no space left", "not enough space", "errno 28", "disk quota exceeded")
+RIGHTS = ("read-only file system", "permission denied", "access is denied")
+NETWORK = (
+    "connection broken",
+    "failed to establish a new connection",
+    "failed to resolve",
+    "name resolution",
+    "getaddrinfo failed",
+    "network is unreachable",
+    "timed out",
+    "proxyerror",
+    "certificate_verify_failed",
+    "(from versions: none)",
+)
+TORCH = ("no matching distribution found for torch", "constraint) torch")
+
+
+class Problem(Exception):
+    """What the person at the keyboard can mend; the text says what happened and what to do."""
+
+
+def explain(output, root):
+    """Return what happened and what to do, for the output of pip or venv or an OSError's text."""
+    low = output.lower()
+    for signs, words in ((DISK, _disk), (RIGHTS, _rights), (TORCH, _torch), (NETWORK, _network)):
+        if any(sign in low for sign in signs):
+            said = words(output, root)
+            if said:
+                return said
+    last = "\n".join("    " + line for line in output.strip().splitlines()[-8:])
+    return f"The environment could not be made. The last that was said:\n{last}"
+
+
+def _disk(output, root):
+    return (
+        f"The disk is full: {shutil.disk_usage(root).free / 1e9:.1f} GB are free in {root} and "
+        f"{shutil.disk_usage(tempfile.gettempdir()).free / 1e9:.1f} GB in {tempfile.gettempdir()}, "
+        "and the environment needs about 1.5 GB (6 GB with a torch for NVIDIA cards). Make room, "
+        "or move the course to a larger disk, and start this again."
+    )
+
+
+def _rights(output, root):
+    return (
+        f"No environment can be written in {root}. Copy the course into a folder of your own and "
+        "start it there; or activate an environment that has the packages."
+    )
+
+
+def _network(output, root):
+    return (
+        "The packages could not be fetched: no network, or a proxy is in the way (then set "
+        "HTTPS_PROXY). Connect and start this again; what was fetched is kept. Once installed, the "
+        "course needs no network."
+    )
+
+
+def _torch(output, root):
+    offered = re.findall(r"from versions: ([^)]*)\)", output)
+    versions = [v for v in (offered[-1].split(", ") if offered else []) if _numbers(v)]
+    if offered and not versions:
+        return None  # not even an old one: that is the network
+    fitting = [v for v in versions if _numbers(v) >= (2, 6)]
+    python = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+    if not fitting:
+        return (
+            f"No torch from 2.6 on is to be had here for {python}. Use a 64-bit Python 3.10 to "
+            "3.13 (delete the folder .venv first), or conda with environment.yml."
+        )
+    return (
+        f"The torch named in constraints.txt is not to be had here for {python}. Write "
+        f"torch=={fitting[-1]} into constraints.txt instead, and start this again."
+    )
+
+
+def _numbers(version):
+    """Return (2, 13, 0) for "2.13.0" or "2.13.0+cpu", and () for anything else."""
+    match = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(\+\w+)?", version)
+    return tuple(int(number) for number in match.groups()[:3]) if match else ()
