@@ -106,7 +106,7 @@ def clip_before_unscale(model, loader, optimizer, scaler, device_type="cuda", dt
 def bfloat16_without_guard(
     model, loader, optimizer, scaler, device_type="cuda", dtype=torch.bfloat16
 ):
-    """`without_guard` in bfloat16, whatever `dtype` says: no scaler, so nothing skips a bad step."""
+    """`without_guard` in bfloat16, whatever `dtype` says: no scaler, so nothing skips a step."""
     for x, y in loader:
         optimizer.zero_grad()
         with torch.autocast(device_type, dtype=torch.bfloat16):

@@ -23,7 +23,7 @@ class History:
     loss: as the loop yielded it; nan where the step yielded none.
     grad_norm: global norm as backward left it, divided by the loss scale, before clipping.
     applied_norm: global norm of the gradients that the optimizer got; 0 where it got none.
-    scale: the loss scale that the step's loss was multiplied by; 1 where no scaler was used.
+    scale: the loss scale in force in the step, before its `update`; 1 where no scaler is used.
     skipped: whether `optimizer.step` did not run for this step.
     accuracy: share of all digits (right pixels) that the model gets right, after each epoch.
     """
@@ -52,7 +52,7 @@ class History:
 
     @property
     def first_bad_grad_step(self):
-        """First step whose gradient norm is not finite, or None. A healthy scaler has such steps."""
+        """First step whose gradient norm is not finite, or None. A healthy scaler has some."""
         return _first_not_finite(self.grad_norm, self.had_gradient)
 
     def verdict(self):
@@ -254,8 +254,8 @@ class _Watch:
             self.scale,
         ]
         loss, grad_norm, applied_norm, scale = torch.stack([r.double() for r in readings]).tolist()
-        if not self.scaler.used:
-            scale = 1.0
+        if self.grad_norms and not self.scaler.used:
+            scale = 1.0  # the loop has a scaler and ignores it
         history = self.history
         history.loss.append(loss)
         history.grad_norm.append(grad_norm / scale if scale else grad_norm)

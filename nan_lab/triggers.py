@@ -1,4 +1,4 @@
-"""Reproducible NaN triggers: what goes wrong with the batches, and at which step. No chance in it."""
+"""Reproducible NaN triggers: what goes wrong with the batches, and at which step; no chance."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
