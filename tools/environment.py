@@ -16,7 +16,10 @@ STAMP = VENV / "course-installed.txt"
 UNDER_WAY = VENV / "course-installing.txt"  # stays behind when an install is interrupted
 LOG = VENV / "course-install.log"
 INSTALL = ["-m", "pip", "install", "-c", "constraints.txt", "-e", ".[test]"]
-NEEDED = "torch numpy matplotlib PIL jupyterlab ipykernel nbclient nbformat nbval pytest xdist ruff"
+NEEDED = (
+    "torch numpy matplotlib PIL jupyterlab ipykernel IPython nbclient nbformat nbval"
+    " pytest xdist ruff"
+)
 
 
 def environment():

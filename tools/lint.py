@@ -20,7 +20,7 @@ MOST_IMAGE = 40_000  # bytes of PNG
 TAGS = {"raises-exception"}
 MACHINE = re.compile(
     r"(?<![\w.-])/(?:work|home|root|tmp|usr|opt|var|mnt|private|Users)\b\S*"
-    r"|\b[A-Z]:\\\w\S*|\S*site-packages\S*"
+    r"|\b[A-Z]:\\\w\S*|site-packages\S*"
 )
 MARKER = re.compile(r"#\s*(NBVAL_\w+|PYTEST_VALIDATE_IGNORE_OUTPUT)", re.IGNORECASE)
 HISTORY = re.compile(r"In|Out|_i+|__+|_i?\d+|_ih|_oh")  # IPython's names for earlier cells
