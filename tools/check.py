@@ -81,8 +81,8 @@ def write_access():
             return True, "write access", "your changes to the notebooks can be saved"
     except OSError:
         said = (
-            f"{ROOT / 'notebooks'} is read-only. The notebooks run, but nothing can be saved: copy "
-            "the course into a folder of your own and work there"
+            f"{ROOT / 'notebooks'} cannot be written. Notebooks run, but nothing can be saved: "
+            "copy the course into a folder of your own and work there"
         )
         return False, "write access", said
 

@@ -15,6 +15,8 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "course-installed.txt"
 UNDER_WAY = VENV / "course-installing.txt"  # stays behind when an install is interrupted
 LOG = VENV / "course-install.log"
+MAKE = ["-m", "venv"]
+IS_USABLE = "import sys, pip; sys.exit(sys.version_info < (3, 10))"
 INSTALL = ["-m", "pip", "install", "-c", "constraints.txt", "-e", ".[test]"]
 NEEDED = (
     "torch numpy matplotlib PIL jupyterlab ipykernel IPython nbclient nbformat nbval"
@@ -73,9 +75,8 @@ def same(one, other):
 
 def works(folder):
     """Say whether the environment's Python starts, is new enough and has a pip."""
-    code = "import sys, pip; sys.exit(sys.version_info < (3, 10))"
     try:
-        command = [str(python_of(folder)), "-c", code]
+        command = [str(python_of(folder)), "-c", IS_USABLE]
         return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
     except OSError:
         return False
@@ -104,7 +105,8 @@ def make_venv():
         print("The environment in .venv is incomplete. It is made again.", flush=True)
         shutil.rmtree(VENV)
     print(f"Making an environment in {VENV} (once)", flush=True)
-    made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True, text=True)
+    command = [sys.executable, *MAKE, str(VENV)]
+    made = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if made.returncode or not works(VENV):
         raise Problem(explain(made.stdout + made.stderr, ROOT))
 
