@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 MARK = "# <- origin"
@@ -52,8 +53,9 @@ class Case:
 
     `steps` holds the right step (several only where the text says why), `phases` and `ops` the
     right phase and aten names, `modules` the right qualified names ("" is loss code or the root),
-    `node` the backward node. `seen` is the symptom that isfinite shows without any tool: loss,
-    gradient, norm, buffer, parameter or skips. A control has no steps: nothing may be flagged.
+    `node` the backward node. An op "" means that "no suspect" is a right answer. `seen` is the
+    symptom that isfinite shows without any tool: loss, gradient, norm, buffer, parameter or
+    skips. A control has no steps: nothing may be flagged.
     """
 
     name: str
@@ -116,13 +118,27 @@ def train(run: Run, guard=None) -> list[float]:
         for optimizer in run.optimizers:
             scaler.unscale_(optimizer)
         norm = run.clip and nn.utils.clip_grad_norm_(run.model.parameters(), run.clip)
-        if guard is not None:
-            guard.check(loss, norm)
+        read = guard.check(loss, norm) if guard is not None else None
         for optimizer in run.optimizers:
             scaler.step(optimizer)
         scaler.update()
-        losses.append(loss.item())
+        losses.append(read[0] if read else loss.item())
     return losses
+
+
+def state_of(run: Run, losses: list[float]) -> list:
+    """All that training left behind, byte for byte: weights, buffers, optimizers, RNG, losses."""
+    scaler = run.scaler.state_dict() if run.scaler else {}
+    optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
+    grads = [p.grad if p.grad is None else p.grad.to_dense() for p in run.model.parameters()]
+    everything = (run.model.state_dict(), grads, optimizers, scaler, torch.get_rng_state(), losses)
+
+    def as_bytes(leaf):
+        if isinstance(leaf, torch.Tensor):
+            return leaf.dtype, leaf.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return repr(leaf)
+
+    return [as_bytes(leaf) for leaf in tree_leaves(everything)]
 
 
 class Symptom(Exception):
@@ -1395,15 +1411,15 @@ def static_scale():
 # --- what a replay cannot see: the honest answer is "no suspect" -----------------------------
 
 
-@case(("forward", "backward"), "", modules=None)
+@case(("forward", "backward"), ("", "log"), modules=None)
 def mutated_once():
     """The bad step, and no step before it, repairs its own batch after use. The replay is
-    healthy; op must be "" and confirmed False."""
+    healthy; only a tool that watched the step itself could name the log."""
     model = nn.Linear(4, 4)
 
     def forward(batch):
         x, repair = batch
-        loss = (model(x / 2) * x.log()).mean()
+        loss = (model(x / 2) * x.log()).mean()  # <- origin
         if repair:
             x.clamp_(min=0.1)
         return loss
@@ -1411,7 +1427,7 @@ def mutated_once():
     return Run(model, forward, batches(lambda: (rows(), False), lambda: (with_zero_row(), True)))
 
 
-@case(("forward", "backward"), "", modules=None)
+@case(("forward", "backward"), ("", "div"), modules=None)
 def python_state():
     """The model counts its own calls and fails at the fourth: a replay is the fifth."""
 
@@ -1422,7 +1438,7 @@ def python_state():
 
         def forward(self, x):
             self.calls += 1
-            return self.body(x) / (0.0 if self.calls == 4 else 1.0)
+            return self.body(x) / (0.0 if self.calls == 4 else 1.0)  # <- origin
 
     model = Counting()
     return Run(model, lambda x: model(x).mean(), batches(rows, rows))
