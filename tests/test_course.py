@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,7 +149,7 @@ def folder(no_environment, monkeypatch, tmp_path):
         "ROOT": root,
         "VENV": venv,
         "STAMP": venv / "course-installed.txt",
-        "UNDER_WAY": venv / "course-installing.txt",
+        "LOCK": root / ".course" / "lock",
         "LOG": venv / "course-install.log",
         # Without pip an environment is made in 0.1 s, with it in 4 s.
         "MAKE": ["-m", "venv", "--without-pip"],
@@ -187,7 +189,7 @@ def test_a_half_made_one_is_made_again(folder, capsys):
     (folder / ".venv" / "bin" / "python").symlink_to("/nowhere")
     environment.environment()
     assert environment.works(folder / ".venv") and installs(folder) == 1
-    assert "incomplete. It is made again" in capsys.readouterr().out
+    assert "does not work. It is made again" in capsys.readouterr().out
 
 
 def test_one_without_pip_does_not_work(foreign, tmp_path):
@@ -195,13 +197,54 @@ def test_one_without_pip_does_not_work(foreign, tmp_path):
     assert not environment.works(foreign) and not environment.works(tmp_path)
 
 
-def test_one_whose_install_was_interrupted_is_made_again(folder):
+def test_one_whose_install_was_interrupted_keeps_what_is_there(folder):
+    """pip goes on where it stopped; a working environment is never thrown away."""
     environment.environment()
     environment.STAMP.unlink()
-    environment.UNDER_WAY.touch()
-    (folder / ".venv" / "rest").touch()
+    (folder / ".venv" / "kept").touch()
     environment.environment()
-    assert not (folder / ".venv" / "rest").exists() and installs(folder) == 2
+    assert (folder / ".venv" / "kept").exists() and installs(folder) == 2
+
+
+def test_one_made_without_pip_gets_one(folder, monkeypatch):
+    """As uv makes them. A file stands in for pip, which takes ensurepip 4 s to write."""
+    environment.environment()
+    (folder / ".venv" / "kept").touch()
+    pip = folder / "pip"
+    real = environment._ends_well
+
+    def ends_well(python, *arguments):
+        if arguments == ("-m", "ensurepip"):
+            pip.touch()
+        return real(python, "-c", f"import sys; sys.exit(not {pip.exists()})")
+
+    monkeypatch.setattr(environment, "_ends_well", ends_well)
+    environment.environment()
+    assert (folder / ".venv" / "kept").exists() and pip.exists() and installs(folder) == 2
+
+
+def test_the_one_that_is_running_is_never_deleted(folder, monkeypatch):
+    environment.environment()
+    monkeypatch.setattr(sys, "prefix", str(folder / ".venv"))
+    monkeypatch.setattr(environment, "IS_USABLE", "import sys; sys.exit(1)")
+    monkeypatch.setattr(environment, "_ends_well", lambda *command: False)
+    with pytest.raises(Problem, match="Type deactivate and delete that folder"):
+        environment.environment()
+    assert environment.python_of(folder / ".venv").exists()
+
+
+def test_two_at_once_install_once(folder, monkeypatch, capsys):
+    """The second waits for the first, then finds the work done."""
+    slow = "import time; open('started', 'w'); time.sleep(1); open('installed', 'a').write('x')"
+    monkeypatch.setattr(environment, "INSTALL", ["-c", slow])
+    first = threading.Thread(target=environment.environment)
+    first.start()
+    while not (folder / "started").exists():
+        time.sleep(0.05)
+    environment.environment()
+    first.join()
+    assert installs(folder) == 1
+    assert "Another course.py is setting up" in capsys.readouterr().out
 
 
 def test_a_failed_install_is_explained_and_tried_again(folder, monkeypatch):
@@ -213,6 +256,14 @@ def test_a_failed_install_is_explained_and_tried_again(folder, monkeypatch):
     monkeypatch.setattr(environment, "INSTALL", good)
     environment.environment()
     assert installs(folder) == 1
+
+
+def test_a_torch_that_is_not_there_is_named_with_one_that_is(folder, monkeypatch):
+    code = "import sys; print('The user requested (constraint) torch==2.99.0'); sys.exit(1)"
+    monkeypatch.setattr(environment, "INSTALL", ["-c", code])
+    monkeypatch.setattr(environment, "_torch_versions", lambda: "Available versions: 2.8.1, 2.7.0")
+    with pytest.raises(Problem, match="Write torch==2.8.1 into constraints.txt"):
+        environment.environment()
 
 
 @pytest.mark.parametrize("module", ["venv", "ensurepip"])
@@ -248,6 +299,13 @@ nan-lab[test]) (from versions: 1.13.1, 2.2.2, {})
 ERROR: No matching distribution found for torch>=2.6"""
 
 
+CONFLICT = """The conflict is caused by:
+    nan-lab[test] 0.1.0 depends on torch>=2.6
+    The user requested (constraint) torch==2.99.0
+ERROR: ResolutionImpossible: for help visit
+"""
+
+
 @pytest.mark.parametrize(
     "output, expected",
     [
@@ -260,6 +318,8 @@ ERROR: No matching distribution found for torch>=2.6"""
         (OTHER_TORCH.format("2.7.0, 2.8.0+cpu"), "Write torch==2.8.0+cpu into constraints.txt"),
         (OTHER_TORCH.format("2.7.0, 2.9.0rc1"), "Write torch==2.7.0 into constraints.txt"),
         (OTHER_TORCH.format("2.5.1"), "No torch from 2.6 on is to be had"),
+        (CONFLICT + "torch (2.9.1)\nAvailable versions: 2.10.0, 2.9.1", "Write torch==2.10.0"),
+        (CONFLICT, "Write torch==2.6.0"),
         ("a\nerror: metadata-generation-failed", "The last that was said:\n    a\n    error: "),
     ],
 )

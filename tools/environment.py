@@ -1,20 +1,23 @@
 """Finds, makes and updates the environment that the course runs in (standard library only)."""
 
+import contextlib
+import errno
 import hashlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from tools.problems import Problem, explain
+from tools.problems import Problem, explain, is_about_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "course-installed.txt"
-UNDER_WAY = VENV / "course-installing.txt"  # stays behind when an install is interrupted
 LOG = VENV / "course-install.log"
+LOCK = ROOT / ".course" / "lock"
 MAKE = ["-m", "venv"]
 IS_USABLE = "import sys, pip; sys.exit(sys.version_info < (3, 10))"
 INSTALL = ["-m", "pip", "install", "-c", "constraints.txt", "-e", ".[test]"]
@@ -35,14 +38,52 @@ def environment():
         if missing:
             raise Problem(_lacks(active, missing))
         return active
-    if not (STAMP.is_file() and STAMP.read_text("utf-8") == fingerprint() and works(VENV)):
-        try:
-            if not works(VENV) or UNDER_WAY.exists():
-                make_venv()
-            install()
-        except OSError as error:
-            raise Problem(explain(str(error), ROOT)) from None
+    try:
+        if not is_up_to_date():
+            with only_one():
+                if not is_up_to_date():  # another course.py may just have done it
+                    if not works(VENV):
+                        make_venv()
+                    install()
+    except OSError as error:
+        raise Problem(explain(str(error), ROOT)) from None
     return VENV
+
+
+@contextlib.contextmanager
+def only_one():
+    """Wait until no other course.py is at work on .venv. The system frees the lock at any exit."""
+    LOCK.parent.mkdir(exist_ok=True)
+    with open(LOCK, "w") as file:
+        said = False
+        while not _take(file):
+            if not said:
+                print("Another course.py is setting up the environment: waiting for it", flush=True)
+            said = True
+            time.sleep(0.5)
+        yield
+
+
+def _take(file):
+    """Lock an open file; say whether it is this process's now."""
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # Anything else than "taken" is a disk without locks (some network drives): go on.
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK)
+    return True
+
+
+def is_up_to_date():
+    """Say whether .venv works and holds what pyproject.toml and constraints.txt ask for."""
+    return STAMP.is_file() and STAMP.read_text("utf-8") == fingerprint() and works(VENV)
 
 
 def active_environment():
@@ -75,9 +116,12 @@ def same(one, other):
 
 def works(folder):
     """Say whether the environment's Python starts, is new enough and has a pip."""
+    return _ends_well(python_of(folder), "-c", IS_USABLE)
+
+
+def _ends_well(*command):
     try:
-        command = [str(python_of(folder)), "-c", IS_USABLE]
-        return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+        return subprocess.run(command, capture_output=True).returncode == 0
     except OSError:
         return False
 
@@ -97,12 +141,20 @@ def fingerprint():
 
 
 def make_venv():
-    """Make .venv from nothing, in place of a broken or half-made one."""
+    """Make .venv from nothing, or mend or replace one that does not work."""
+    python = python_of(VENV)
+    # Some tools make environments without pip.
+    if python.exists() and _ends_well(python, "-m", "ensurepip") and works(VENV):
+        return
+    if same(VENV, sys.prefix):
+        raise Problem(f"The environment {VENV} has no pip. Type deactivate and delete that folder.")
     for module in ("venv", "ensurepip"):
         if importlib.util.find_spec(module) is None:
             raise Problem(_no_module(module))
-    if os.path.lexists(VENV):
-        print("The environment in .venv is incomplete. It is made again.", flush=True)
+    if VENV.is_symlink():
+        VENV.unlink()
+    elif VENV.exists():
+        print("The environment in .venv does not work. It is made again.", flush=True)
         shutil.rmtree(VENV)
     print(f"Making an environment in {VENV} (once)", flush=True)
     command = [sys.executable, *MAKE, str(VENV)]
@@ -114,7 +166,6 @@ def make_venv():
 def install():
     """Install the course and what it needs into .venv; the whole of pip's words goes to a log."""
     print("Installing PyTorch, JupyterLab and the tests' tools: some minutes, once", flush=True)
-    UNDER_WAY.touch()
     command = [str(python_of(VENV)), *INSTALL, "--progress-bar", "off", "--no-color"]
     words = dict(os.environ, PYTHONUTF8="1", PYTHONUNBUFFERED="1")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -129,10 +180,18 @@ def install():
                 print("  " + text.strip(), flush=True)
             elif text.startswith("Installing collected packages"):
                 print("  Unpacking", flush=True)
-    UNDER_WAY.unlink()
     if pip.returncode:
-        raise Problem(explain(LOG.read_text("utf-8"), ROOT) + f"\nAll that pip said: {LOG}")
+        output = LOG.read_text("utf-8")
+        if is_about_torch(output):
+            output += _torch_versions()
+        raise Problem(f"{explain(output, ROOT)}\nAll that pip said: {LOG}")
     STAMP.write_text(fingerprint(), "utf-8")
+
+
+def _torch_versions():
+    """Return pip's list of the versions of torch for this machine, or what it says instead."""
+    command = [str(python_of(VENV)), "-m", "pip", "index", "versions", "torch"]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
 
 
 def _lacks(folder, missing):

@@ -38,6 +38,11 @@ def explain(output, root):
     return f"The environment could not be made. The last that was said:\n{last}"
 
 
+def is_about_torch(output):
+    """Say whether pip could not find the torch that was asked for."""
+    return any(sign in output.lower() for sign in TORCH)
+
+
 def _disk(output, root):
     return (
         f"The disk is full: {shutil.disk_usage(root).free / 1e9:.1f} GB are free in {root} and "
@@ -63,20 +68,21 @@ def _network(output, root):
 
 
 def _torch(output, root):
-    offered = re.findall(r"from versions: ([^)]*)\)", output)
-    versions = [v for v in (offered[-1].split(", ") if offered else []) if _numbers(v)]
+    """`output` ends with what `pip index versions torch` says, where that was to be had."""
+    offered = re.findall(r"(?:from versions: |Available versions: )([^)\n]*)", output)
+    versions = [version for line in offered for version in line.split(", ") if _numbers(version)]
     if offered and not versions:
         return None  # not even an old one: that is the network
-    fitting = [v for v in versions if _numbers(v) >= (2, 6)]
     python = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
-    if not fitting:
+    newest = max(versions, key=_numbers, default="2.6.0")
+    if _numbers(newest) < (2, 6):
         return (
             f"No torch from 2.6 on is to be had here for {python}. Use a 64-bit Python 3.10 to "
             "3.13 (delete the folder .venv first), or conda with environment.yml."
         )
     return (
         f"The torch named in constraints.txt is not to be had here for {python}. Write "
-        f"torch=={fitting[-1]} into constraints.txt instead, and start this again."
+        f"torch=={newest} into constraints.txt instead, and start this again."
     )
 
 
