@@ -243,9 +243,8 @@ def log0_nll():
         log_p = p.log()  # <- origin
         return -log_p[torch.arange(len(y)), y].mean()
 
-    return Run(
-        model, forward, batches(lambda: (rows(), labels()), lambda: (rows() * 1e4, labels()))
-    )
+    data = batches(lambda: (rows(), labels()), lambda: (rows() * 1e4, labels()))
+    return Run(model, forward, data)
 
 
 @case("forward", "log")
@@ -371,6 +370,40 @@ def masked_mean_empty():
     mask = torch.tensor([[1.0, 1, 0], [1, 0, 0]])
     empty = torch.tensor([[1.0, 1, 0], [0, 0, 0]])
     return Run(model, forward, batches(lambda: (x, mask), lambda: (x, empty)))
+
+
+@case("forward", "mean")
+def empty_mean():
+    """The mean of a selection that is empty: 0 / 0 without any bad input. Gradients are finite."""
+    model = nn.Linear(4, 1)
+
+    def forward(batch):
+        x, chosen = batch
+        out = model(x).squeeze(-1)
+        extra = out[chosen].mean()  # <- origin
+        return out.mean() + extra
+
+    some, none = torch.arange(8) < 3, torch.arange(8) < 0
+    return Run(model, forward, batches(lambda: (rows(), some), lambda: (rows(), none)))
+
+
+@case("forward", "exp", modules=None)
+def frozen_teacher():
+    """Distillation from a teacher that is not part of the model and runs without gradients."""
+
+    class Teacher(nn.Module):
+        def forward(self, x):
+            e = x.exp()  # <- origin
+            return e / e.sum(-1, keepdim=True)
+
+    model, teacher = nn.Linear(4, 4), Teacher()
+
+    def forward(x):
+        with torch.no_grad():
+            target = teacher(x)
+        return F.cross_entropy(model(x), target)
+
+    return Run(model, forward, batches(rows, lambda: rows() * 1e3))
 
 
 @case("forward", "div")
@@ -820,6 +853,77 @@ def finfo_min_mask():
     return Run(model, forward, data)
 
 
+@case("forward", "log")
+def masks_in_batch_then_bug():
+    """Every batch carries a mask of -inf and labels marked missing by NaN, both handled rightly;
+    the log of 0 at step 3 has nothing to do with them."""
+    model = positive(nn.Linear(4, 4, bias=False))
+
+    def forward(batch):
+        h = model(batch["x"])
+        weights = torch.softmax(h + batch["mask"], dim=-1)
+        known = ~batch["y"].isnan()
+        y = torch.where(known, batch["y"], torch.zeros(()))
+        rate = h.sum(-1)
+        nll = rate - y * rate.log()  # <- origin
+        return (nll * known).sum() / known.sum() + weights[:, 0].mean()
+
+    def sample(x):
+        y = torch.tensor([1.0, 2, 0, NAN, 1, NAN, 3, 1])
+        return {"x": x, "mask": torch.full((8, 4), -INF).triu(1), "y": y}
+
+    return Run(model, forward, batches(lambda: sample(rows()), lambda: sample(with_zero_row())))
+
+
+@case("forward", "log")
+def two_bugs():
+    """Two wrong lines in one step, either of which ruins the loss: the first one is the origin."""
+    model = positive(nn.Linear(4, 2, bias=False))
+
+    def forward(x):
+        h = model(x)
+        first = h[:, 0].log().mean()  # <- origin
+        second = (h[:, 1] / h[:, 1].detach()).mean()
+        return first + second
+
+    return Run(model, forward, batches(rows, with_zero_row))
+
+
+@case("forward", ("amax", "masked_fill"))
+def masked_maxpool_empty():
+    """Max-pooling over unmasked tokens of a sequence that has none: the -inf of the mask itself
+    reaches the loss. The fill and the maximum are both right to name."""
+    model = nn.Linear(4, 1)
+
+    def forward(batch):
+        x, keep = batch
+        scores = model(x).squeeze(-1).masked_fill(~keep, -INF)  # <- origin
+        pooled = scores.amax(-1)  # <- origin
+        return pooled.mean()
+
+    x = rows(6).view(2, 3, 4)
+    some = torch.tensor([[True, True, False], [True, False, False]])
+    none = torch.tensor([[True, True, False], [False, False, False]])
+    return Run(model, forward, batches(lambda: (x, some), lambda: (x, none)))
+
+
+@case("forward", ("logsumexp", "masked_fill"))
+def contrastive_no_positive():
+    """A contrastive loss whose anchor has no positive pair: logsumexp over -inf only. The fill
+    and the logsumexp are both right to name."""
+    model = nn.Linear(4, 2)
+
+    def forward(batch):
+        x, y = batch
+        h = model(x)
+        same = (y[:, None] == y[None]) & ~torch.eye(len(y)).bool()
+        positive_pairs = (h @ h.T).masked_fill(~same, -INF)  # <- origin
+        return -torch.logsumexp(positive_pairs, dim=-1).mean()  # <- origin
+
+    rare = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
+    return Run(model, forward, batches(lambda: (rows(), labels()), lambda: (rows(), rare)))
+
+
 @case("forward", "mul")
 def mask_by_multiplying():
     """log-probabilities masked with -inf, as they should be, then averaged by multiplying with
@@ -962,6 +1066,22 @@ def normalize_half():
         return F.normalize(model(x), dim=-1).float().sum(-1).mean()  # <- origin
 
     return Run(model, forward, batches(lambda: rows().half(), lambda: with_zero_row().half()))
+
+
+@case("forward", "sum")
+def dice_sum_half():
+    """Soft Dice on half masks: 300 * 300 ones sum to 90000, past 65504."""
+    model = nn.Linear(1, 1)
+
+    def forward(batch):
+        p = torch.sigmoid(model(batch[:1, :1])).half()
+        area = (p * batch.half()).sum()  # <- origin
+        return 1 - 2 * area / (area + batch.sum() + 1)
+
+    def ones(size):
+        return torch.ones(size, size) * 0.99
+
+    return Run(model, forward, batches(lambda: ones(30), lambda: ones(600)))
 
 
 @case("forward", "copy_")
@@ -1122,13 +1242,12 @@ def logcumsumexp_masked():
     model = nn.Linear(4, 6)
 
     def forward(batch):
-        x, mask = batch
+        x, hidden = batch
+        mask = torch.zeros(6).masked_fill(torch.arange(6) < hidden, -INF)
         running = torch.logcumsumexp(model(x) + mask, dim=-1)  # <- origin
         return running[:, -1].mean()
 
-    none = torch.zeros(6)
-    prefix = none.masked_fill(torch.arange(6) < 2, -INF)
-    return Run(model, forward, batches(lambda: (rows(), none), lambda: (rows(), prefix)))
+    return Run(model, forward, batches(lambda: (rows(), 0), lambda: (rows(), 2)))
 
 
 @case("backward", ("div_", "div"), seen="gradient", node="LinalgEighBackward0")

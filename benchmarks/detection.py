@@ -214,19 +214,20 @@ def host_reads(make, tool_class=None, steps=3) -> float:
 # --- the table -------------------------------------------------------------------------------
 
 
-def accuracy(tool_class) -> dict:
+def accuracy(tool_class) -> tuple[dict, dict[str, Verdict]]:
     verdicts = {case.name: examine(case, tool_class) for case in CASES}
     controls = {case.name: examine(case, tool_class) for case in CONTROLS}
     calm = [c for c in CONTROLS if not (controls[c.name].found or controls[c.name].crash)]
     fixed = [case.name for case in CASES if case.modules is not None]
-    return {
+    scores = {
         "step": f"{sum(v.step for v in verdicts.values())}/{len(CASES)}",
         "exact": f"{sum(v.exact for v in verdicts.values())}/{len(CASES)}",
         "module": f"{sum(verdicts[n].module and verdicts[n].step for n in fixed)}/{len(fixed)}",
         "false": f"{len(CONTROLS) - len(calm)}/{len(CONTROLS)}",
         "crash": str(sum(bool(v.crash) for v in verdicts.values())),
         "bitwise": "yes" if all(bitwise_equal(case, tool_class) for case in calm) else "no",
-    }, {**verdicts, **controls}
+    }
+    return scores, verdicts | controls
 
 
 def cost(tool_class, blocks, steps) -> dict:
@@ -242,15 +243,25 @@ def cost(tool_class, blocks, steps) -> dict:
 
 def table(rows: list[dict], markdown: bool) -> str:
     columns = list(rows[0])
-    lines = [columns, *[[row[c] for c in columns] for row in rows]]
+    lines = [columns, *[[row[column] for column in columns] for row in rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    lines.insert(1, ["-" * width for width in widths])
     text = [" | ".join(v.ljust(w) for v, w in zip(line, widths, strict=True)) for line in lines]
-    text.insert(1, "-|-".join("-" * w for w in widths))
-    return (
-        "\n".join(f"| {line} |".replace("| -", "|--").replace("- |", "--|") for line in text)
-        if (markdown)
-        else "\n".join(text)
-    )
+    return "\n".join(f"| {line} |" for line in text) if markdown else "\n".join(text)
+
+
+def misses(verdicts: dict[str, Verdict]) -> list[str]:
+    """One line for each case that a tool got wrong, and each control that it did not pass."""
+    lines = []
+    for case in CASES + CONTROLS:
+        verdict = verdicts[case.name]
+        if verdict.crash:
+            lines.append(f"{case.name}: crashed, {verdict.crash}")
+        elif verdict.found is None and case.steps:
+            lines.append(f"{case.name}: silent")
+        elif verdict.found is not None and not (verdict.exact and verdict.module):
+            lines.append(f"{case.name}: said {vars(verdict.found)}, lines {sorted(case.lines)}")
+    return lines
 
 
 def main():
@@ -277,12 +288,7 @@ def main():
             scores |= cost(tool_class, options.blocks, options.steps)
         rows.append({"tool": tool_class.title} | scores)
         if options.misses:
-            for case_name, v in verdicts.items():
-                healthy = any(c.name == case_name for c in CONTROLS)
-                if (v.found or v.crash) if healthy else not (v.step and v.exact and v.module):
-                    print(
-                        f"{name}: {case_name}: {v.crash or vars(v.found) if v.found else v.crash or 'silent'}"
-                    )
+            print(f"{tool_class.title}:", *misses(verdicts), sep="\n  ")
     print(table(rows, options.markdown))
     if not options.accuracy_only:
         print(f"\n{options.blocks} interleaved blocks, torch {torch.__version__}")
