@@ -124,7 +124,7 @@ def run(
     and is kept in `History.error`. The caller's random state is left as it was.
     """
     device = default_device() if device is None else _checked_device(device)
-    _check_arguments(loop, dtype, policy, epochs, batch_size)
+    _check_arguments(loop, trigger, dtype, policy, epochs, batch_size)
     name = getattr(loop, "__name__", type(loop).__name__)
 
     with contextlib.ExitStack() as stack:
@@ -164,7 +164,7 @@ def run(
                         for group in opt.param_groups:
                             group["lr"] = lr(step)
                     if trigger is not None:
-                        x, y = _checked_batch(*trigger.apply(step, x, y), batch_size)
+                        x, y = trigger.apply(step, x, y)
                     yield x.to(device), y.to(device)
                 watch.end_step()
                 history.accuracy.append(_accuracy(net, device))
@@ -291,24 +291,30 @@ def _checked_device(device):
     return device
 
 
-def _checked_batch(x, y, batch_size):
+def _check_batch(x, y, batch_size):
     wanted = (batch_size, data.PIXELS), (batch_size, data.CLASSES)
     if (tuple(x.shape), tuple(y.shape)) != wanted:
         raise ValueError(
             f"a batch must have the shapes {wanted[0]} and {wanted[1]}, "
             f"got {tuple(x.shape)} and {tuple(y.shape)}"
         )
-    return x, y
 
 
-def _check_arguments(loop, dtype, policy, epochs, batch_size):
+def _check_arguments(loop, trigger, dtype, policy, epochs, batch_size):
     if not callable(loop):
         raise TypeError(f"loop must be a generator function, got {loop!r}")
+    if trigger is not None and not (hasattr(trigger, "cause_step") and hasattr(trigger, "apply")):
+        raise TypeError(f"trigger must have `cause_step` and `apply(step, x, y)`, got {trigger!r}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
     if policy not in ("cuda", "native"):
         raise ValueError(f'policy must be "cuda" or "native", got {policy!r}')
+    if not isinstance(epochs, int) or epochs < 1:
+        raise ValueError(f"epochs must be an integer of 1 or more, got {epochs!r}")
     most = len(data.digits()[0])
-    for name, value, limit in (("epochs", epochs, math.inf), ("batch_size", batch_size, most)):
-        if not isinstance(value, int) or not 1 <= value <= limit:
-            raise ValueError(f"{name} must be an integer from 1 to {limit}, got {value!r}")
+    if not isinstance(batch_size, int) or not 1 <= batch_size <= most:
+        raise ValueError(f"batch_size must be an integer from 1 to {most}, got {batch_size!r}")
+    if trigger is not None:
+        # On a first batch, so that a wrong shape is found before the run.
+        batch = next(data.batches(batch_size, torch.Generator().manual_seed(0)))
+        _check_batch(*trigger.apply(trigger.cause_step, *batch), batch_size)

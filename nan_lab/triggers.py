@@ -17,12 +17,11 @@ class Trigger:
     change: Callable
 
     def __post_init__(self):
-        for step in (self.cause_step, self.last_step):
-            if step is not None and (not isinstance(step, int) or step < 0):
-                raise ValueError(f"a step must be an integer of 0 or more, got {step!r}")
+        if not isinstance(self.cause_step, int) or self.cause_step < 0:
+            raise ValueError(f"a step must be an integer of 0 or more, got {self.cause_step!r}")
         if self.last_step is not None and self.last_step < self.cause_step:
             raise ValueError(
-                f"the last step must not come before the first: {self.cause_step}, {self.last_step}"
+                f"until_step must come after from_step, got {self.last_step + 1} and {self.cause_step}"
             )
 
     def apply(self, step, x, y):
