@@ -231,9 +231,7 @@ def test_lint_leaves_alone(tmp_path, source):
     assert findings(tmp_path, notebook) == []
 
 
-@pytest.mark.parametrize(
-    "text", ["log/home page", "https://b.org/home/x", "1/tmp", "a: b"]
-)
+@pytest.mark.parametrize("text", ["log/home page", "https://b.org/home/x", "1/tmp", "a: b"])
 def test_lint_takes_no_words_for_paths(tmp_path, text):
     notebook = good()
     notebook.cells[1].outputs = [printed(text)]
