@@ -6,7 +6,9 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from nan_lab.locate import FailedStep, Report, micro_batch, non_finite
+from nan_lab.locate import FailedStep, non_finite
+from nan_lab.report import Report
+from nan_lab.snapshot import MicroBatch
 
 MAX_SKIPS = 50  # in a row. After 144 the scale's reciprocal is inf: the next good step is poisoned.
 
@@ -57,7 +59,7 @@ class StepGuard:
             self.step, self.checked, self.micro_batches = step, False, []
             self.versions = [p._version for p in self.params]
             self._keep_buffers()
-        self.micro_batches.append(micro_batch(batch, copy=self.writes_batch))
+        self.micro_batches.append(MicroBatch.keep(batch, copy=self.writes_batch))
 
     def _keep_buffers(self):
         now = [(m, name, m._buffers.get(name)) for m, name in self.owners]
@@ -116,10 +118,10 @@ class StepGuard:
             phase = "buffer"
         step = (self.model, self.forward, self.micro_batches, self.buffers, self.optimizers)
         with FailedStep(*step) as failed:
-            if phase == "buffer" and not failed.new_bad_buffers():
+            if phase == "buffer" and not failed.spoiled_buffers():
                 self.masks |= {(m, n) for m, n, b, _ in self.buffers if non_finite(b) is not None}
                 return None
-            if self.scaler and phase == "backward" and failed.bad_gradients():
+            if self.scaler and phase == "backward" and failed.symptom() == "gradient":
                 if not replayable or not failed.replay(trace=False).bad:
                     return self._skip()
             if not replayable:

@@ -1,0 +1,88 @@
+"""What a training step starts from, and how to put it back, bit for bit."""
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+
+def tensors_of(value, name="batch"):
+    """Yield (name, tensor) for every tensor in sequences, mappings, dataclasses and objects."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from tensors_of(item, f"{name}[{i}]")
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from tensors_of(value[key], f"{name}[{key!r}]")
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
+        for key, item in vars(value).items():
+            yield from tensors_of(item, f"{name}.{key}")
+
+
+def rng_state():
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), cuda
+
+
+def set_rng_state(state):
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+class MicroBatch(NamedTuple):
+    """What `begin` keeps: references only, and copies once a step was seen to write its batch."""
+
+    batch: object
+    tensors: list  # (name, tensor)
+    versions: list
+    copies: list  # (tensor, copy)
+    rng: tuple
+    autocast: list  # (device type, dtype, on)
+
+    @classmethod
+    def keep(cls, batch, copy=False):
+        tensors = list(tensors_of(batch))
+        copies = [(t, t.detach().clone()) for _, t in tensors] if copy else []
+        kinds = ("cpu", "cuda")
+        autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
+        return cls(batch, tensors, cls.now(tensors), copies, rng_state(), autocast)
+
+    @staticmethod
+    def now(tensors):
+        return [0 if t.is_inference() else t._version for _, t in tensors]
+
+    def is_written(self):
+        return self.versions != self.now(self.tensors)
+
+
+class Snapshot:
+    """Everything of the user's that a replay may touch; `restore` puts it back, bit for bit."""
+
+    def __init__(self, model, leaves, tensors):
+        self.rng, self.python = rng_state(), random.getstate()
+        self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self.grads = [(leaf, leaf.grad) for leaf in leaves]
+        self.values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        hooks = [leaf._post_accumulate_grad_hooks for leaf in leaves]
+        self.hooks = [(hook, dict(hook)) for hook in hooks if hook]
+        owners = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self.dicts = [(d, dict(d)) for m in owners for d in (vars(m), m._buffers, m._parameters)]
+
+    def restore(self):
+        for live, kept in self.dicts + self.hooks:
+            live.clear()
+            live.update(kept)
+        for tensor, value in self.values:
+            tensor.data.copy_(value)  # .data: the user's graph must not see a new version
+        for leaf, grad in self.grads:
+            leaf.grad = grad
+        set_rng_state(self.rng)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        torch.clear_autocast_cache()
