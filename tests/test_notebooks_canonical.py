@@ -119,7 +119,7 @@ def test_canonical_leaves_its_argument_alone():
 
 def write(folder, *sources, tags=()):
     cells = [new_code_cell(source, metadata={"tags": list(tags)}) for source in sources]
-    path = folder / "00_try.ipynb"
+    path = folder / "07_try.ipynb"
     path.write_text(nbformat.writes(new_notebook(cells=cells)), encoding="utf-8")
     return path
 
@@ -156,6 +156,6 @@ def test_build_stores_an_error_that_is_meant(tmp_path):
 def test_find_takes_the_number(tmp_path, monkeypatch):
     monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
     path = write(tmp_path, "1")
-    assert notebooks.find("00") == path
-    with pytest.raises(Problem, match="got '01'. There are: 00_try.ipynb"):
+    assert notebooks.find("07") == path
+    with pytest.raises(Problem, match="got '01'. There are: 07_try.ipynb"):
         notebooks.find("01")

@@ -84,7 +84,7 @@ def imports_of(*patterns):
     """The packages imported by these files that are neither Python's own nor the project's."""
     sources = [path.read_text("utf-8") for pattern in patterns for path in ROOT.glob(pattern)]
     names = {name for source in sources for name in imported(source)}
-    own = {"nan_lab", "tools", "conftest"} | {path.stem for path in ROOT.glob("tests/*.py")}
+    own = {path.stem for path in [*ROOT.glob("*"), *ROOT.glob("tests/*")]}
     return {IMPORTED_AS.get(name, name) for name in names - own - set(sys.stdlib_module_names)}
 
 
