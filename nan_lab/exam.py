@@ -68,7 +68,7 @@ class Grade:
     def _cells(self):
         for row in self.rows:
             name = f"{row.name} (bonus)" if row.bonus else row.name
-            yield name, GAUGE[row.passed], row.why, "" if row.passed else row.see
+            yield name, GAUGE[row.passed], row.why, row.see if row.passed is False else ""
 
     def __str__(self):
         lines = [self._headline]
@@ -122,16 +122,17 @@ def _rows(loop):
 
     value, gradient, soft, factor = criteria.loss_rows(losses)
     order = criteria.step_order(runs["small"], runs["skips"])
+    fair = {"loss": value.passed and gradient.passed, "order": order.passed}
     rows = [
         Row("contract", True, "One batch, one step, one loss."),
         value,
         gradient,
-        criteria.clipping(runs["small"], order.passed),
-        criteria.loss_scale(runs["small"], runs["large"], losses["cuda"], factor),
+        criteria.clipping(runs["small"], losses["cuda"][0], fair["loss"] and fair["order"]),
+        criteria.loss_scale(runs["small"], runs["large"], losses["cuda"], factor, fair),
         order,
         criteria.bad_input(runs),
         criteria.overflow(runs["overflow"]),
-        criteria.bad_gradient(runs),
+        criteria.bad_gradient(runs, factor),
         criteria.false_alarm(runs),
         criteria.mixed_precision(everything),
         criteria.architecture(everything),

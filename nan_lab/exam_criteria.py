@@ -64,7 +64,7 @@ def loss_rows(losses):
     value, gradient, soft, factor = "", "", True, None
     for policy, (run, names) in losses.items():
         for step, (gap, kind) in zip(run.steps, names, strict=False):
-            if value or not step.forwards:
+            if value or not step.forwards or not step.before.isfinite().all():
                 continue
             where = f"At a logit gap of {gap} ({kind}, {policy} autocast policy)"
             logits = torch.cat([call[1].double() for call in step.forwards])[-len(step.y) :]
@@ -78,15 +78,15 @@ def loss_rows(losses):
                     continue
                 target, soft = index, False
             found = step.with_gradient
-            if found is None:
+            if found is None or len(found[2]) != len(target):
                 continue
             wanted = (logits.softmax(-1) - target) / len(target)
             if factor is None:  # gap 0 comes first, where every entry is far from 0
                 factor = (found[2] * wanted).sum().item() / (wanted**2).sum().item()
                 factor = next((f for f in (1.0, LOSS_SCALE) if abs(factor / f - 1) < 0.02), factor)
-            if not gradient and not _close_gradient(found[2], wanted, factor):
+            if not gradient and not _close_gradient(found[2], logits, target, factor):
                 gradient = f"{where} the gradient is not (p - y) / B, though the loss is right."
-        if run.error is not None and not value:
+        if run.error is not None and not value and run.steps[-1].before.isfinite().all():
             gap, kind = names[max(run.last, 0)]
             value = (
                 f"At a logit gap of {gap} ({kind}, {policy} autocast policy) it raised {run.said}"
@@ -121,12 +121,15 @@ def _close(step, logits, target, policy):
     return abs(step.loss - expected) <= tolerance
 
 
-def _close_gradient(found, wanted, factor):
-    # Two roundings to bfloat16 (2^-8 each), half a unit of float16's smallest number in each entry
-    # of the scaled gradient, and float32's 2^-24 in p for the entries p - y near 0.
-    least = math.sqrt(wanted.numel()) * (2**-24 / factor + 2**-23 / len(wanted)) if factor else 0
-    error = (found / factor - wanted).norm().item() if factor else math.inf
-    return error <= 2**-6 * wanted.norm().item() + least
+def _close_gradient(found, logits, target, factor):
+    if not factor:
+        return False
+    p, count = logits.softmax(-1), len(target)
+    error = (found / factor - (p - target) / count).norm().item()
+    # p and y may reach the logits on two ways, each rounded to bfloat16 (2^-8), twice; half a unit
+    # of float16's smallest number in each entry of the scaled gradient; float32's 2^-24 in p.
+    least = math.sqrt(p.numel()) * (2**-24 / abs(factor) + 2**-23 / count)
+    return error <= 2**-7 * (p + target).norm().item() / count + least
 
 
 def _size(step):
@@ -163,14 +166,19 @@ def step_order(small, skips):
         if not _along(small, step) > 0.98:  # gradients left over from the batch before: 0.82
             why = f"Step {i} went another way than the gradient of its own batch."
             return Row(name, False, why)
-    if skips.steps and skips.steps[0].used_scaler and skips.error is None:
-        if skips.steps[-1].scale >= skips.steps[0].scale:
+    first = skips.steps[0]
+    if "update" in first.calls and len(skips.steps) > 1 and first.with_gradient is not None:
+        overflowed = not first.with_gradient[2].isfinite().all()
+        if overflowed and skips.steps[1].scale >= first.scale:
             return Row(name, False, "After an overflow the loss scale did not fall.")
     return Row(name, True, "Each batch moved the weights once, along its own gradient.")
 
 
-def clipping(small, ordered):
-    """Unclipped, the spike's norm is 170; the largest max_norm allowed is 5, times 1.5."""
+def clipping(small, losses, fair):
+    """Unclipped, the spike's norm is 170; the largest max_norm allowed is 5, times 1.5.
+
+    fair: loss and step order are right, so that the gradients' own sizes and directions are known.
+    """
     name = "clipping"
     if small.last < SPIKE:
         return Row(name, None, MEND)
@@ -184,7 +192,9 @@ def clipping(small, ordered):
         )
         why = f"A spike (gradient norm over 100) moved the weights {grown}; at most 5 is allowed."
         return Row(name, False, why)
-    if size and ordered:
+    if any(bool(s.before.isfinite().all()) and not s.finite for s in losses.steps):
+        return Row(name, False, "A gradient of 0 turns the weights into NaN (0 / 0).")
+    if size and fair:
         if not _along(small, step) > 0.98:
             return Row(
                 name, False, "A spike is cut, but not by the global norm: its direction changed."
@@ -200,10 +210,12 @@ def clipping(small, ordered):
     return Row(name, True, "A spike with a gradient norm over 100 moves the weights by at most 5.")
 
 
-def loss_scale(small, large, losses, factor):
+def loss_scale(small, large, losses, factor, fair):
     name = "loss scale"
     for i in (MEDIUM, SMALL):
         if i > min(small.last, large.last):
+            return Row(name, None, MEND)
+        if not fair["order"]:
             return Row(name, None, MEND)
         sizes = [_size(run.steps[i]) for run in (small, large)]
         if sizes[0] and sizes[1] is not None and not 0.8 < sizes[1] / sizes[0] < 1.25:
@@ -213,7 +225,7 @@ def loss_scale(small, large, losses, factor):
             return Row(name, False, why)
     run, names = losses
     tiny = next((i for i, name in enumerate(names) if name == (16, "right prediction")), None)
-    if tiny <= run.last and run.steps[tiny].forwards:
+    if fair["loss"] and tiny <= run.last and run.steps[tiny].forwards:
         found, half = run.steps[tiny].with_gradient, run.steps[tiny].forwards[0][1].dtype
         if found is not None and half == torch.float16 and not found[2].any():
             why = "A gradient of 2^-28 arrives as 0: float16 needs the scaled loss."
@@ -264,8 +276,11 @@ def overflow(run):
     return _report_row("overflow", [problem], f"Reported at the very step, {step}.")
 
 
-def bad_gradient(runs):
+def bad_gradient(runs, factor):
+    scaled = factor not in (None, 1.0)  # by the scaler or by one of the loop's own
     problems = []
+    if not all(step.finite for step in runs["skips"].steps):
+        problems.append("an overflow of the scaled gradient went into the weights.")
     for kind, what in GRADIENTS:
         run, at = runs[f"{kind} gradient"], BAD_STEPS[f"{kind} gradient"]
         if at > run.last:
@@ -278,7 +293,7 @@ def bad_gradient(runs):
             problems.append("")
         elif (step.after - step.before).any():
             problems.append(f"the optimizer stepped on {what} at step {at}: masked, not skipped.")
-        elif not run.used_scaler:
+        elif not (scaled or run.used_scaler):
             problems.append(_unreported(run, at, what))
         else:
             problems.append("")
@@ -297,6 +312,9 @@ def gradient_reported(runs):
 
 def false_alarm(runs):
     name, healthy, skips = "false alarm", runs["healthy"], runs["skips"]
+    for run in (healthy, skips):
+        if run.error is not None and not run.steps[-1].before.isfinite().all():
+            return Row(name, None, MEND)  # an alarm, and a true one
     if healthy.error is not None:
         return Row(name, False, f"A healthy step {healthy.last} was stopped: {healthy.said}")
     if skips.error is not None:

@@ -88,7 +88,7 @@ class Run:
     def said(self):
         """The exception as one line."""
         text = (str(self.error).strip() or "no text").splitlines()[0]
-        return f"{type(self.error).__name__}: {text[:120]}"
+        return f"{type(self.error).__name__}: {text[:120].rstrip('.')}."
 
     def from_scaler(self):
         """Whether the exception comes out of GradScaler: its methods complain about their order."""

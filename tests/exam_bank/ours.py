@@ -282,9 +282,9 @@ def micro_batches(model, loader, optimizer, scaler, device_type="cuda", dtype=to
     for step, (x, y) in enumerate(loader):
         optimizer.zero_grad()
         total = 0
-        for part in range(2):
+        for part in zip(x.chunk(2), y.chunk(2), strict=True):
             with torch.autocast(device_type, dtype=dtype):
-                loss = F.cross_entropy(model(x[part::2]), y[part::2]) / 2
+                loss = F.cross_entropy(model(part[0]), part[1]) / 2
             assert torch.isfinite(loss), f"step {step}"
             scaler.scale(loss).backward()
             total = total + loss.detach()
@@ -431,10 +431,19 @@ add("max_norm_fifty", {"clipping"}, max_norm=50.0)
 def always_one(model):
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
     for p in model.parameters():
-        p.grad.div_(norm)
+        p.grad.div_(norm + 1e-12)
 
 
 add("always_rescaled", {"clipping"}, clip=always_one)
+
+
+def zero_over_zero(model):
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    for p in model.parameters():
+        p.grad.mul_(norm.clamp(max=1.0) / norm)
+
+
+add("zero_over_zero", {"clipping"}, clip=zero_over_zero)
 
 
 @bank("clipping")
