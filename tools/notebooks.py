@@ -1,5 +1,6 @@
 """Notebooks in one canonical form, so that a diff shows what changed and nothing else."""
 
+import base64
 import copy
 import os
 import time
@@ -13,6 +14,7 @@ from tools.problems import Problem
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
+README_FIGURE = ROOT / "docs" / "incident.png"
 CELL_METADATA = ("tags", "jp-MarkdownHeadingCollapsed")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 
@@ -97,9 +99,18 @@ def build(paths):
         after = canonical(notebook)
         if after != before:
             path.write_text(after, encoding="utf-8", newline="\n")
+        if path.name.startswith("00_"):
+            README_FIGURE.write_bytes(first_figure(notebook))
         state = "unchanged" if after == before else "written"
         print(f"{time.perf_counter() - started:6.1f} s  {state}", flush=True)
     return 0
+
+
+def first_figure(notebook):
+    """Return the notebook's first image as PNG bytes."""
+    outputs = (o for cell in notebook.cells for o in cell.get("outputs", []))
+    images = (o["data"]["image/png"] for o in outputs if "image/png" in o.get("data", {}))
+    return base64.b64decode(next(images))
 
 
 def _execute(notebook, folder):
