@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from tools.problems import Problem, explain, is_about_torch
+from tools.problems import Problem, explain, is_about_torch, lacks, no_module
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -36,7 +36,7 @@ def environment():
     if active is not None and not same(active, VENV):
         missing = missing_in(active)
         if missing:
-            raise Problem(_lacks(active, missing))
+            raise Problem(lacks(active, missing, ROOT))
         return active
     try:
         if not is_up_to_date():
@@ -150,7 +150,7 @@ def make_venv():
         raise Problem(f"The environment {VENV} has no pip. Type deactivate and delete that folder.")
     for module in ("venv", "ensurepip"):
         if importlib.util.find_spec(module) is None:
-            raise Problem(_no_module(module))
+            raise Problem(no_module(module))
     if VENV.is_symlink():
         VENV.unlink()
     elif VENV.exists():
@@ -192,23 +192,3 @@ def _torch_versions():
     """Return pip's list of the versions of torch for this machine, or what it says instead."""
     command = [str(python_of(VENV)), "-m", "pip", "index", "versions", "torch"]
     return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
-
-
-def _lacks(folder, missing):
-    leave = "conda deactivate" if (folder / "conda-meta").is_dir() else "deactivate"
-    return (
-        f"The active environment {folder} lacks: {', '.join(missing)}.\n"
-        "An active environment is used as it is; nothing is installed into it unasked. Either "
-        f"leave it (type {leave}, or open a new terminal) and start this again: the course then "
-        f"makes an environment of its own. Or install what is missing into it, in {ROOT}:\n"
-        '    python -m pip install -c constraints.txt -e ".[test]"'
-    )
-
-
-def _no_module(name):
-    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    return (
-        f"This Python has no module {name}, which makes environments. On Debian and Ubuntu:\n"
-        f"    sudo apt install python3-venv      (or python{version}-venv, for this Python)\n"
-        "Elsewhere, install Python from python.org, or use conda with environment.yml."
-    )

@@ -1,4 +1,4 @@
-"""What went wrong in plain words, where pip, venv or the system could not install."""
+"""What stands in the way of the set-up, in plain words, and what to do about it."""
 
 import re
 import shutil
@@ -41,6 +41,28 @@ def explain(output, root):
 def is_about_torch(output):
     """Say whether pip could not find the torch that was asked for."""
     return any(sign in output.lower() for sign in TORCH)
+
+
+def lacks(folder, missing, root):
+    """Return what to do where the active environment lacks these modules."""
+    leave = "conda deactivate" if (folder / "conda-meta").is_dir() else "deactivate"
+    return (
+        f"The active environment {folder} lacks: {', '.join(missing)}.\n"
+        "An active environment is used as it is; nothing is installed into it unasked. Either "
+        f"leave it (type {leave}, or open a new terminal) and start this again: the course then "
+        f"makes an environment of its own. Or install what is missing into it, in {root}:\n"
+        '    python -m pip install -c constraints.txt -e ".[test]"'
+    )
+
+
+def no_module(name):
+    """Return what to do where Python lacks the module that makes environments."""
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    return (
+        f"This Python has no module {name}, which makes environments. On Debian and Ubuntu:\n"
+        f"    sudo apt install python3-venv      (or python{version}-venv, for this Python)\n"
+        "Elsewhere, install Python from python.org, or use conda with environment.yml."
+    )
 
 
 def _disk(output, root):
