@@ -29,25 +29,33 @@ norm.Scalar norm.ScalarOpt_dim
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
+def _is_half(value):
+    # A CUDA tensor gets here beside a CPU scalar; as in torch, CPU autocast leaves it alone.
+    half = torch.float16, torch.bfloat16
+    return isinstance(value, torch.Tensor) and value.is_cpu and value.dtype in half
+
+
 def _to_float32(value):
     if isinstance(value, (list, tuple)):
         return type(value)(_to_float32(item) for item in value)
-    if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-        return value.float()
-    return value
+    return value.float() if _is_half(value) else value
 
 
 def _in_float32(name):
     """The kernel for one operation: half tensors in as float32, then the operation itself."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    takes_dtype = any(argument.name == "dtype" for argument in op._schema.arguments)
 
     def kernel(*args, **kwargs):
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
-            # As on CUDA, a dtype that the caller asked for is the caller's choice.
-            if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
-                return op(*args, **kwargs)
-            return op(*_to_float32(args), **{k: _to_float32(v) for k, v in kwargs.items()})
+            if not takes_dtype:
+                return op(*_to_float32(args), **{k: _to_float32(v) for k, v in kwargs.items()})
+            # As on CUDA: where one can ask for a dtype, autocast asks, unless the caller did.
+            asked = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+            if _is_half(args[0]) and not asked:
+                kwargs = {**kwargs, "dtype": torch.float32}
+            return op(*args, **kwargs)
 
     return kernel
 
