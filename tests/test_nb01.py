@@ -58,6 +58,32 @@ def test_slope_of_the_logarithm_overflows_at_one_in_32():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_that_slope_is_what_the_gradient_norm_saw(seed):
+    """The first bad gradient comes at the first step with a digit below 1 in 32, and p is not 0."""
+    smallest = []
+
+    def watched(model, loader, optimizer, scaler, device_type, dtype):
+        def look(module, inputs, logits):
+            p = torch.softmax(logits.detach().float(), -1)
+            smallest.append((p * batches[-1]).sum(-1).min().item())
+
+        batches = []
+
+        def kept():
+            for x, y in loader:
+                batches.append(y)
+                hook = model.register_forward_hook(look)
+                yield x, y
+                hook.remove()
+
+        yield from loops.broken(model, kept(), optimizer, scaler, device_type, dtype)
+
+    run = record.run(watched, policy="native", device="cpu", seed=seed, epochs=2)
+    first = run.first_bad_grad_step
+    assert min(smallest[:first]) > 1 / 32 > smallest[first] > 1e-6
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_raw_pixels_pass_the_gap_of_float32_and_right_ones_do_not(seed):
     x, y = data.digits()
     raw, right = frozen_model(seed)(16 * x), frozen_model(seed)(x)
