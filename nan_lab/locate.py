@@ -266,6 +266,9 @@ class FailedStep:
             hooks.clear()
         for leaf in self.leaves:
             leaf.grad = None
+        for m in self.model.modules():
+            if isinstance(m, torch.nn.parallel.DistributedDataParallel):
+                m.forward = m.module.forward  # ranks replay apart: no collective operations
         copies = [pair for micro in self.micro_batches for pair in micro.copies]
         for owner, name, buffer, copy in self.buffers:
             owner._buffers[name] = buffer
@@ -287,9 +290,6 @@ class FailedStep:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if hasattr(self.model, "no_sync"):  # other ranks may not replay as often as this one
-                self.model.require_forward_param_sync = False
-                stack.enter_context(self.model.no_sync())
             try:
                 with tracer if trace else contextlib.nullcontext():
                     self._run_micro_batches(scale)
