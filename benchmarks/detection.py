@@ -7,11 +7,12 @@ A tool that is not installed is left out of the table and named under it. Column
 - step: cases flagged at the right step.
 - exact: right operation and right line of the case's code; for a backward case the right node
   counts as the operation. Where no line exists (input, optimizer, norm, scaler), the right phase.
-- module: right module, of the cases whose module is fixed.
+- module: right module, of the cases whose module is fixed; "-" for a tool that names none.
 - false: healthy controls flagged, or crashed on.
 - crash: failing cases on which the tool itself raised.
 - bitwise: the controls end with the same bits as without the tool.
 - cost: time with the tool / time without, as the median over interleaved blocks.
+- blocks: how many; a slow tool gets fewer (a minute for each model, five blocks at least).
 - reads: extra device-to-host reads a step, on the transformer. On a GPU each one waits.
 """
 
@@ -156,14 +157,18 @@ def _trained(model, data):
     return Run(model, forward, data, [torch.optim.AdamW(model.parameters(), lr=1e-4)])
 
 
-def overhead(make, tool_class, blocks: int, steps: int) -> float:
-    """Median over blocks of time with the tool / time without, taken right after each other."""
+def overhead(make, tool_class, blocks: int, steps: int) -> tuple[float, int]:
+    """Median over blocks of time with the tool / time without, taken right after each other.
+
+    Returns the median and the number of blocks, at most `blocks`.
+    """
     plain, watched = make(steps), make(steps)
     tool = tool_class(watched)
     arms = [(plain, None), (watched, tool)]
     ratios = []
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
+        began = time.perf_counter()
         for block in range(-1, blocks):  # block -1 warms both up
             seconds = {}
             for run, guard in arms if block % 2 else arms[::-1]:
@@ -172,8 +177,10 @@ def overhead(make, tool_class, blocks: int, steps: int) -> float:
                 seconds[guard] = time.perf_counter() - start
             if block >= 0:
                 ratios.append(seconds[tool] / seconds[None])
+            if len(ratios) >= 5 and time.perf_counter() - began > 60:
+                break
     tool.close()
-    return statistics.median(ratios)
+    return statistics.median(ratios), len(ratios)
 
 
 class _Reads(TorchDispatchMode):
@@ -219,10 +226,11 @@ def accuracy(tool_class) -> tuple[dict, dict[str, Verdict]]:
     controls = {case.name: examine(case, tool_class) for case in CONTROLS}
     calm = [c for c in CONTROLS if not (controls[c.name].found or controls[c.name].crash)]
     fixed = [case.name for case in CASES if case.modules is not None]
+    right_module = sum(verdicts[name].module and verdicts[name].step for name in fixed)
     scores = {
         "step": f"{sum(v.step for v in verdicts.values())}/{len(CASES)}",
         "exact": f"{sum(v.exact for v in verdicts.values())}/{len(CASES)}",
-        "module": f"{sum(verdicts[n].module and verdicts[n].step for n in fixed)}/{len(fixed)}",
+        "module": f"{right_module}/{len(fixed)}" if tool_class.names_modules else "-",
         "false": f"{len(CONTROLS) - len(calm)}/{len(CONTROLS)}",
         "crash": str(sum(bool(v.crash) for v in verdicts.values())),
         "bitwise": "yes" if all(bitwise_equal(case, tool_class) for case in calm) else "no",
@@ -232,11 +240,14 @@ def accuracy(tool_class) -> tuple[dict, dict[str, Verdict]]:
 
 def cost(tool_class, blocks, steps) -> dict:
     if tool_class.told_the_step:
-        return {"cost transformer": "-", "cost mlp": "-", "reads": "-"}
+        return dict.fromkeys(("transformer", "mlp", "blocks", "reads"), "-")
+    large, large_blocks = overhead(transformer, tool_class, blocks, steps)
+    small, small_blocks = overhead(mlp, tool_class, blocks, steps * 4)
     extra = host_reads(transformer, tool_class) - host_reads(transformer)
     return {
-        "cost transformer": f"{overhead(transformer, tool_class, blocks, steps):.3f}",
-        "cost mlp": f"{overhead(mlp, tool_class, blocks, steps * 4):.3f}",
+        "transformer": f"{large:.3f}",
+        "mlp": f"{small:.3f}",
+        "blocks": f"{large_blocks}, {small_blocks}",
         "reads": f"{extra:.0f}",
     }
 
@@ -291,7 +302,7 @@ def main():
             print(f"{tool_class.title}:", *misses(verdicts), sep="\n  ")
     print(table(rows, options.markdown))
     if not options.accuracy_only:
-        print(f"\n{options.blocks} interleaved blocks, torch {torch.__version__}")
+        print(f"\ntorch {torch.__version__}, {torch.get_num_threads()} threads")
     for title in absent:
         print(f"not installed: {title}")
 

@@ -45,7 +45,9 @@ def user_line() -> str:
 class Tool:
     """Does nothing; the others override what they need. `open` holds what must be left again."""
 
-    title, needs, told_the_step = "", "", False
+    title, needs = "", ""
+    names_modules = False
+    told_the_step = False  # looks at one step only, so that it has no cost a step
 
     def __init__(self, run):
         self.run, self.model, self.step = run, run.model, 0
@@ -84,6 +86,7 @@ class Tool:
 
 class Ours(Tool):
     title = "StepGuard (ours)"
+    names_modules = True
 
     def __init__(self, run):
         super().__init__(run)
@@ -125,6 +128,7 @@ class ClipErrorIfNonfinite(Tool):
 
 class GradScan(Tool):
     title = "scan every .grad"
+    names_modules = True
 
     def check(self, loss, norm):
         for name, p in self.model.named_parameters():
@@ -147,6 +151,7 @@ class DetectAnomaly(Tool):
 
 class HuggingFace(Tool):
     title = "Hugging Face DebugUnderflowOverflow"
+    names_modules = True
     needs = "transformers"
 
     def __init__(self, run):
@@ -168,6 +173,7 @@ class ModuleHooks(Tool):
     of the first that is not finite."""
 
     title = "module hooks, fairseq style"
+    names_modules = True
 
     def __init__(self, run):
         super().__init__(run)
@@ -201,7 +207,7 @@ class DispatchMode(Tool):
 
 
 class TorchDebugMode(Tool):
-    """DebugMode with a hook on every operation's output, its stack traces and module names."""
+    """DebugMode with stack traces (in backward: of the forward call) and a hook on every output."""
 
     title = "torch DebugMode + own hook"
     needs = "torch.utils._debug_mode"
@@ -209,17 +215,24 @@ class TorchDebugMode(Tool):
     def contexts(self):
         from torch.utils._debug_mode import DebugMode
 
-        mode = DebugMode(record_stack_trace=True, record_nn_module=True)
-        return [mode, DebugMode.dispatch_hooks(log_hook=self.look)]
+        hooks = DebugMode.dispatch_hooks(log_hook=self.look, pre_log_hook=self.remember)
+        return [DebugMode(record_stack_trace=True), hooks]
+
+    def remember(self, func, types, args, kwargs, call):
+        self.call = call
 
     def look(self, func, types, args, kwargs, result):
-        if bad(result):
-            raise Found(op=func._schema.name.split("::")[1], line=user_line())
-        return {}
+        if not bad(result):
+            return {}
+        lines = re.findall(r'File "([^"]+)", line (\d+)', self.call.fwd_stack_trace or "")
+        own = [f"{name}:{number}" for name, number in lines if "site-packages" not in name]
+        line = own[-1] if own else user_line()
+        raise Found(op=func._schema.name.split("::")[1], line=line)
 
 
 class Sherlorch(Tool):
     title = "sherlorch"
+    names_modules = True
     needs = "sherlorch"
 
     def contexts(self):
@@ -245,6 +258,7 @@ class Torchlens(Tool):
 
     title = "torchlens (told the step)"
     needs = "torchlens"
+    names_modules = True
     told_the_step = True
 
     def check(self, loss, norm):
@@ -265,17 +279,27 @@ class Torchlens(Tool):
             def forward(self, unused):
                 return run.forward(batch)
 
+        def claim(op, line, module):
+            module = (module or "").removeprefix("inner").removeprefix(".")
+            return Found(op=op or "", line=line or "", module=module)
+
         found = torchlens.debug.find_nan(Step(), torch.zeros(1))
         if found.found:
-            return Found(found.func_name or "", found.source_line or "", found.module_address or "")
+            return claim(found.func_name, found.source_line, found.module_address)
         options = torchlens.options.CaptureOptions(save_grads=True)
         trace = torchlens.trace(Step(), torch.zeros(1), capture=options)
         trace.log_backward(trace[trace.output_layers[0]].out)
-        birth = torchlens.debug.bisect_nan_backward(trace).birth
+        try:
+            birth = torchlens.debug.bisect_nan_backward(trace).birth
+        except ValueError:  # a gradient inside the loss was a backward pass of its own
+            birth = torchlens.debug.bisect_nan_backward(trace, bwd=2).birth
         if birth is None:
             return Found()
-        node = re.sub(r"_\d.*$", "", birth.op_label or "")
-        return Found(op=node, line=birth.source_line or "", module=birth.module or "")
+        # Its own source_line is the outermost call; the stack behind it knows the innermost.
+        stack = trace[birth.op_label].code_context if birth.op_label else []
+        lines = [f"{f.file}:{f.line_number}" for f in stack if f.func_name == "forward"]
+        op = re.sub(r"_\d.*$", "", birth.op_label or "")
+        return claim(op, lines[-1] if lines else birth.source_line, birth.module)
 
 
 TOOLS = {
