@@ -2,6 +2,9 @@
 
     python3 course.py lab [00] [...]    open JupyterLab at notebook 00; the rest goes to JupyterLab
     python3 course.py test [...]        lint, unit tests, notebooks; the rest goes to pytest
+    python3 course.py test --gpu        the same on CUDA
+    python3 course.py test --noise [N]  notebooks under N (20) seeds of rounding noise
+    python3 course.py test --machines   notebooks with other CPUs' kernels and thread counts
     python3 course.py build [00 ...]    run these notebooks, or all, and store their outputs
     python3 course.py check             say what this machine lacks and what to do about it
 
@@ -47,6 +50,22 @@ def lab(arguments):
 
 def test(arguments):
     """Run lint, unit tests and every notebook, compared with its stored outputs; 0 is success."""
+    if arguments[:1] in (["--noise"], ["--machines"]):
+        from tools import machines
+
+        os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
+        if arguments.pop(0) == "--machines":
+            return machines.compare_on_cpus(arguments)
+        seeds = int(arguments.pop(0)) if arguments and arguments[0].isdigit() else 20
+        return machines.compare_under_noise(range(seeds), arguments)
+    if arguments[:1] == ["--gpu"]:
+        import torch
+
+        arguments = arguments[1:]
+        if not torch.cuda.is_available():
+            sys.stderr.write("torch {0} sees no CUDA device.\n".format(torch.__version__))
+            return 2
+        os.environ["NAN_LAB_DEVICE"] = "cuda"
     command = [sys.executable, "-m", "pytest", "--nbval", "-p", "no:randomly"]
     # A notebook's cells need one kernel, in order: they must stay on one worker.
     command += ["-n", str(min(4, max(2, os.cpu_count() or 2))), "--dist", "loadscope"]

@@ -9,8 +9,8 @@ from nan_lab import record
 
 @cache
 def run(loop, trigger=None, **options):
-    """`record.run` on the CPU, where the unit tests' numbers were measured."""
-    return record.run(loop, trigger, device="cpu", **options)
+    """`record.run`, on the device that NAN_LAB_DEVICE names."""
+    return record.run(loop, trigger, **options)
 
 
 @cache

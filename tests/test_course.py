@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import course
-from tools import check, environment, notebooks, problems
+from tools import check, environment, machines, notebooks, problems
 from tools.problems import Problem, explain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -465,6 +465,32 @@ def test_test_runs_everything_strictly_or_what_is_named(commands):
     assert commands[-1][-4:] == ["tests", "notebooks", "-k", "lab"]
     course.main(["test", "tests/test_course.py::test_test", "-x"])
     assert "notebooks" not in commands[-1]
+
+
+def test_test_gpu_without_a_gpu_says_so(commands, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert course.main(["test", "--gpu"]) == 2
+    assert "sees no CUDA device" in capsys.readouterr().err and commands == []
+
+
+def test_test_gpu_asks_for_cuda_and_runs_everything(commands, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("NAN_LAB_DEVICE", "cpu")
+    assert course.main(["test", "--gpu", "-x"]) == 0
+    assert os.environ["NAN_LAB_DEVICE"] == "cuda"
+    assert commands[-1][-3:] == ["tests", "notebooks", "-x"]
+
+
+def test_test_noise_and_machines_run_the_notebooks(commands, monkeypatch):
+    ran = []
+    monkeypatch.setattr(
+        machines, "compare_under_noise", lambda seeds, rest: ran.append((list(seeds), rest)) or 0
+    )
+    monkeypatch.setattr(machines, "compare_on_cpus", lambda rest: ran.append(rest) or 1)
+    assert course.main(["test", "--noise", "2", "notebooks/00_the_incident.ipynb"]) == 0
+    assert course.main(["test", "--noise"]) == 0
+    assert course.main(["test", "--machines"]) == 1
+    assert ran == [([0, 1], ["notebooks/00_the_incident.ipynb"]), (list(range(20)), []), []]
 
 
 def test_build_takes_numbers_or_all(commands, series, monkeypatch):

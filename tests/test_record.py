@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nan_lab import loops, record, triggers
 
@@ -195,6 +196,31 @@ def test_the_same_seed_gives_the_same_run_and_the_caller_keeps_its_random_state(
     first = short(loops.fixed)
     assert torch.equal(torch.rand(3), expected)
     assert first.loss == short(loops.fixed).loss != short(loops.fixed, seed=1).loss
+
+
+class CountReads(TorchDispatchMode):
+    """Counts how often a tensor's value is read into Python one by one: item, bool, float."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_recorder_adds_one_host_read_a_step(monkeypatch):
+    lists, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: lists.append(1) or tolist(t))
+    counts = []
+    for epochs in (1, 2):
+        lists.clear()
+        with CountReads() as reads:
+            short(loops.without_guard, epochs=epochs)
+        counts.append((reads.count, len(lists)))
+    assert counts[1][1] - counts[0][1] == 3  # an epoch of three steps more
+    # The rest is the scaler's own read of found_inf a step, an epoch's accuracy, and two by
+    # one_hot, which never leave the CPU.
+    assert counts[1][0] - counts[0][0] == 3 + 1 + 2
 
 
 def test_no_hook_stays_behind():

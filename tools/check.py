@@ -49,9 +49,10 @@ def torch_version(version):
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < (2, 6):
         return False, "torch", f"{version} is too old, 2.6 or newer is needed: {UPDATE}"
-    tested = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text("utf-8"), re.M)[1]
-    same = version.split("+")[0] == tested
-    return True, "torch", version if same else f"{version} (the stored outputs are from {tested})"
+    tested = re.findall(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text("utf-8"), re.M)
+    if tested in ([], [version.split("+")[0]]):
+        return True, "torch", version
+    return True, "torch", f"{version} (the stored outputs are from {tested[0]})"
 
 
 def device(torch):

@@ -6,6 +6,7 @@ import sys
 import tempfile
 
 from tools.noise import write_ipython_profile
+from tools.notebooks import ROOT
 
 # How torch's libraries choose kernels: ATen, oneDNN, MKL, and the number of threads.
 CPUS = [
@@ -43,4 +44,4 @@ def _compare(title, settings, arguments):
     print(f"== {title}", flush=True)
     command = [sys.executable, "-m", "pytest", "--nbval", "-q", "-p", "no:randomly"]
     command += ["-n", "2", "--dist", "loadscope", *(arguments or ["notebooks"])]
-    return subprocess.call(command, env={**os.environ, **settings})
+    return subprocess.call(command, cwd=ROOT, env={**os.environ, **settings})
