@@ -53,7 +53,7 @@ class StepGuard:
         self.masks = set()  # (owner, name) of buffers that hold inf on purpose
 
     def begin(self, step, batch):
-        """Keep how the step starts: references to the batch, random state, a copy of the buffers."""
+        """Keep how the step starts: references to the batch, random state, a copy of buffers."""
         if step != self.step or self.checked:
             self.previous_step = self.step
             self.step, self.checked, self.micro_batches = step, False, []
@@ -98,13 +98,14 @@ class StepGuard:
             got = (loss.dtype, tuple(loss.shape)) if isinstance(loss, torch.Tensor) else loss
             raise TypeError(f"loss must be one floating-point number, as a tensor, got {got}")
         if grad_norm is None:
-            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-            grad_norm = torch.nn.utils.get_total_norm(grads) if grads else 0.0
+            grad_norm = _norm([p.grad for p in self.model.parameters() if p.grad is not None])
         buffers = [m._buffers.get(name) for m, name in self.owners if (m, name) not in self.masks]
         buffers = [b for b in buffers if b is not None and b.is_floating_point() and b.numel()]
         largest = torch._foreach_norm(buffers, math.inf) if buffers else []
-        values = [loss.detach().reshape(()), grad_norm, *largest]
-        values = torch.stack([torch.as_tensor(v, device=loss.device) for v in values])
+        if not isinstance(grad_norm, torch.Tensor):
+            grad_norm = torch.full((), grad_norm, device=loss.device)
+        values = [loss.detach().reshape(()), grad_norm.detach(), *largest]
+        values = torch.stack([value.to(loss.device) for value in values])
         flags = _on_every_rank(~values.isfinite().all(), loss.device) if _ranks() > 1 else None
         if flags is not None:
             values = torch.cat([values, flags])
@@ -117,24 +118,30 @@ class StepGuard:
         if math.isfinite(loss) and math.isfinite(norm):
             phase = "buffer"
         step = (self.model, self.forward, self.micro_batches, self.buffers, self.optimizers)
-        with FailedStep(*step) as failed:
-            if phase == "buffer" and not failed.spoiled_buffers():
-                self.masks |= {(m, n) for m, n, b, _ in self.buffers if non_finite(b) is not None}
-                return None
-            if self.scaler and phase == "backward" and failed.symptom() == "gradient":
-                if not replayable or not failed.replay(trace=False).bad:
-                    return self._skip()
-            if not replayable:
-                return Report(phase=phase, note=BATCH_WRITTEN)
-            moved = [p._version for p in self.params] != self.versions
-            if moved and any(non_finite(p) is not None for p in self.params):
-                return Report(phase=phase, note=PARAMETERS_MOVED)
-            report = failed.find(phase)
-            if moved:
-                report.note = f"{report.note} (parameters changed between begin and check)".strip()
-            if report.phase == "optimizer" and self.previous_step is None:
-                report.op, report.note = "", "so it was before the first step that was guarded"
-            return report
+        try:
+            with FailedStep(*step) as failed:
+                return self._look(failed, phase, replayable)
+        except Exception as error:  # out of memory, say: the step is known even so
+            return Report(phase=phase, note=f"the location stopped: {error!r}")
+
+    def _look(self, failed, phase, replayable):
+        if phase == "buffer" and not failed.spoiled_buffers():
+            self.masks |= {(m, n) for m, n, b, _ in self.buffers if non_finite(b) is not None}
+            return None
+        if self.scaler and phase == "backward" and failed.symptom() == "gradient":
+            if not replayable or not failed.replay(trace=False).bad:
+                return self._skip()
+        if not replayable:
+            return Report(phase=phase, note=BATCH_WRITTEN)
+        moved = [p._version for p in self.params] != self.versions
+        if moved and any(non_finite(p) is not None for p in self.params):
+            return Report(phase=phase, note=PARAMETERS_MOVED)
+        report = failed.find(phase)
+        if moved:
+            report.note = f"{report.note} (parameters changed between begin and check)".strip()
+        if report.phase == "optimizer" and self.previous_step is None:
+            report.op, report.note = "", "so it was before the first step that was guarded"
+        return report
 
     def _skip(self):
         """GradScaler's normal business, unless the scale can no longer be the reason."""
@@ -163,6 +170,16 @@ class StepGuard:
         report.loss, report.grad_norm, report.last, report.ranks = loss, norm, [*self.last], ranks
         report.scale = self.scaler.get_scale() if self.scaler else None
         raise NonFiniteStep(report)
+
+
+def _norm(grads):
+    """The global norm, in float32 at least: clip_grad_norm_'s own overflows early in float16."""
+    grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    if not grads:
+        return 0.0
+    exact = any(grad.dtype == torch.float64 for grad in grads)
+    norms = torch._foreach_norm(grads, 2, dtype=torch.float64 if exact else torch.float32)
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
 def _ranks():

@@ -21,6 +21,10 @@ ADVICE = {
     "_to_copy": "the value does not fit the smaller dtype: scale it down, or use bfloat16",
     "std": "a spread needs two values: leave it out for a single one",
 }
+ADVICE |= {
+    name: "the product does not fit its dtype: scale the operands first, or use bfloat16"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")
+}
 NOT_REPRODUCED = (
     "the replay is finite, so no operation is named. The cause is not in what the step computes "
     "from its batch, weights and torch's random numbers: look for randomness of Python or NumPy, "
@@ -62,7 +66,7 @@ class Report:
         op = self.node.removesuffix("Backward0").lower() or self.op.rstrip("_")
         rows = {
             f"{step}phase {self.phase or 'unknown'}": self.kind or "not finite",
-            "loss": f"{self.loss:g}, gradient norm {self.grad_norm:g}{scale}",
+            "loss": f"{self.loss:g}, gradient norm {self.grad_norm:g}{scale}" if step else "",
             "tensor": self.tensor,
             "operation": self.op + (self.node and f", run by {self.node}"),
             "module": self.module,

@@ -302,7 +302,7 @@ def test_both_of_two_causes():
 def test_without_the_intervention_nothing_is_confirmed(monkeypatch):
     net = Net()
     assert locate(net, lambda x: exp_overflow(net, x), X).confirmed
-    monkeypatch.setattr("nan_lab.locate._put_finite", lambda tensor, mask: None)
+    monkeypatch.setattr("nan_lab.tracer._put_finite", lambda tensor, mask: None)
     report = locate(net, lambda x: exp_overflow(net, x), X)
     assert not report.confirmed and report.op == "exp"
     assert "hint" in report.note
