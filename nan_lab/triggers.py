@@ -21,7 +21,8 @@ class Trigger:
             raise ValueError(f"a step must be an integer of 0 or more, got {self.cause_step!r}")
         if self.last_step is not None and self.last_step < self.cause_step:
             raise ValueError(
-                f"until_step must come after from_step, got {self.last_step + 1} and {self.cause_step}"
+                f"until_step must come after from_step ({self.cause_step}), "
+                f"got {self.last_step + 1}"
             )
 
     def apply(self, step, x, y):

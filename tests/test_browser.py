@@ -18,7 +18,9 @@ from PIL import Image
 from tools import notebooks
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason='needs the extra "ci": pip install -e ".[ci]"'
+)
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)"),
     pytest.mark.xdist_group("browser"),

@@ -1,6 +1,7 @@
 """pyproject.toml, environment.yml and constraints.txt say the same, and all that is imported."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -69,7 +70,9 @@ def test_constraints_name_one_torch_that_pyproject_allows():
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     core, test = declared()
     assert set(pins) <= {*core, *test}
-    assert tuple(map(int, pins["torch"].split("."))) >= (2, 6)
+    # The workflow against the newest torch takes the line out.
+    torch = pins.get("torch", "2.6" if os.environ.get("GITHUB_ACTIONS") else "0")
+    assert tuple(map(int, torch.split("."))) >= (2, 6)
 
 
 def imported(source):
