@@ -11,7 +11,8 @@ A tool that is not installed is left out of the table and named under it. Column
 - false: healthy controls flagged, or crashed on.
 - crash: failing cases on which the tool itself raised.
 - bitwise: the controls end with the same bits as without the tool.
-- cost: time with the tool / time without, as the median over interleaved blocks.
+- transformer, mlp: CPU time with the tool / without it, median over interleaved blocks. CPU time
+  of this process, so that other programs on the machine do not count.
 - blocks: how many; a slow tool gets fewer (a minute for each model, five blocks at least).
 - reads: extra device-to-host reads a step, on the transformer. On a GPU each one waits.
 """
@@ -158,7 +159,7 @@ def _trained(model, data):
 
 
 def overhead(make, tool_class, blocks: int, steps: int) -> tuple[float, int]:
-    """Median over blocks of time with the tool / time without, taken right after each other.
+    """Median over blocks of time with the tool / time without, measured one after the other.
 
     Returns the median and the number of blocks, at most `blocks`.
     """
@@ -168,16 +169,16 @@ def overhead(make, tool_class, blocks: int, steps: int) -> tuple[float, int]:
     ratios = []
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        began = time.perf_counter()
+        began = time.process_time()
         for block in range(-1, blocks):  # block -1 warms both up
             seconds = {}
             for run, guard in arms if block % 2 else arms[::-1]:
-                start = time.perf_counter()
+                start = time.process_time()
                 train(run, guard)
-                seconds[guard] = time.perf_counter() - start
+                seconds[guard] = time.process_time() - start
             if block >= 0:
                 ratios.append(seconds[tool] / seconds[None])
-            if len(ratios) >= 5 and time.perf_counter() - began > 60:
+            if len(ratios) >= 5 and time.process_time() - began > 60:
                 break
     tool.close()
     return statistics.median(ratios), len(ratios)
