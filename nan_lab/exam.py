@@ -45,6 +45,7 @@ from nan_lab import exam_criteria as criteria
 from nan_lab import exam_situations as situations
 from nan_lab.exam_criteria import Row
 from nan_lab.exam_mysteries import check_mystery, mystery
+from nan_lab.exam_runner import contained
 
 __all__ = ["Grade", "Row", "check_mystery", "grade", "mystery"]
 
@@ -95,7 +96,8 @@ def grade(loop):
     KeyboardInterrupt is the user's and passes.
     """
     try:
-        return Grade(tuple(_rows(loop)))
+        with contained():
+            return Grade(tuple(_rows(loop)))
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:120]
         why = f"It leaves the model or the loss in a state that cannot be graded ({said})."

@@ -172,7 +172,6 @@ class _Loader:
         return self
 
     def __next__(self):
-        self.clock.tick()
         if not self.started:
             raise TypeError("a loop must be a generator (use `yield loss`)")
         batch = next(self.batches, None)
@@ -183,6 +182,7 @@ class _Loader:
                 self.run.problem = "It goes on asking for batches after the loader has ended."
                 raise TimeUp
             raise StopIteration
+        self.clock.tick()  # not above: a loop may ask for more without end
         return batch[0].clone(), batch[1].clone()
 
 
@@ -259,10 +259,23 @@ class _Nowhere:
         return False
 
 
+def _set_autocast_depth(depth):
+    """Set how many autocast blocks torch counts around this line; return how many it was.
+
+    Only at 0 does autocast drop its half copies of the weights, which are stale after a step.
+    """
+    found = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    for _ in range(abs(depth - found)):
+        (torch.autocast_decrement_nesting if found > depth else torch.autocast_increment_nesting)()
+    return found
+
+
 @contextlib.contextmanager
 def contained():
     """Give the block the ordinary global state; afterwards everything is as it was."""
     outside, python, numpy = _read(), random.getstate(), np.random.get_state()
+    depth = _set_autocast_depth(0)
     with (
         warnings.catch_warnings(record=True),
         torch.random.fork_rng([]),
@@ -276,6 +289,8 @@ def contained():
             yield
         finally:
             _write(outside)
+            torch.clear_autocast_cache()
+            _set_autocast_depth(depth)
             random.setstate(python)
             np.random.set_state(numpy)
 

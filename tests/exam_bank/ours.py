@@ -337,6 +337,15 @@ def yields_under_autocast(
             yield loss
 
 
+@bank("step order")
+def one_autocast_block_around_the_loop(
+    model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16
+):
+    """Autocast keeps its half copies of the weights until the block ends, stale ones."""
+    with torch.autocast(device_type, dtype=dtype):
+        yield from loops.fixed(model, loader, optimizer, scaler, device_type, dtype)
+
+
 @bank()
 def prints_a_lot(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16):
     for loss in loops.fixed(model, loader, optimizer, scaler, device_type, dtype):
