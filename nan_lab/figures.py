@@ -53,8 +53,9 @@ def new_figure(rows=1, columns=1, height=3.2, **options):
 def timeline(*histories, labels=None):
     """Loss, gradient norm and loss scale of one or several `record.History` over the steps.
 
-    NaN and inf stand as marks on the upper edge of their panel, skipped steps on the lower edge
-    of the last one. The scale panel is left out where no run used a scaler. Returns a `Picture`.
+    NaN and inf stand as marks on the upper edge of their panel, gradients of exactly 0 on the lower
+    edge of theirs, skipped steps on the lower edge of the last one. The scale panel is left out
+    where no run used a scaler. Returns a `Picture`.
     """
     labels = labels or [f"{h.name}, {str(h.dtype).removeprefix('torch.')}" for h in histories]
     if not histories or len(labels) != len(histories):
@@ -88,6 +89,14 @@ def _draw(axis, panel, history, number):
     for marker, wrong in (("x", math.isnan), ("^", math.isinf)):
         steps = [i for i, v in enumerate(values) if counts[i] and wrong(v)]
         _rug(axis, steps, marker, 0.97 - 0.09 * number, number)
+    if panel == "grad_norm":
+        _rug(axis, _zero_gradients(history), "s", 0.03 + 0.09 * number, number)
+
+
+def _zero_gradients(history):
+    """Steps whose backward pass left exactly 0, which a logarithmic axis cannot show."""
+    norms = enumerate(zip(history.grad_norm, history.had_gradient, strict=True))
+    return [step for step, (norm, on) in norms if on and norm == 0]
 
 
 def _rug(axis, steps, marker, height, number):
@@ -160,6 +169,7 @@ def _add_legend(figure, histories, labels):
     marks = [("x", "NaN", any(map(math.isnan, readings)))]
     marks += [("^", "inf", any(map(math.isinf, readings)))]
     marks += [("|", "skipped step", any(any(h.skipped) for h in histories))]
+    marks += [("s", "gradient 0", any(map(_zero_gradients, histories)))]
     marks += [("v", "loss scale 0", any(0 in h.scale for h in histories))]
     runs += [
         Line2D([], [], color="0.25", marker=marker, linestyle="none", label=label)

@@ -1,4 +1,4 @@
-"""Pictures of what a number type can hold: its range, and the gaps between its numbers."""
+"""Pictures of what a number type can hold: its range, its gaps, and gradients in its window."""
 
 import math
 
@@ -83,3 +83,45 @@ def _number_line_caption(marks):
             if names:
                 lines.append(f"{label} is {outcome} in {' and '.join(names)}.")
     return "\n".join(lines)
+
+
+def gradient_histogram(gradients, scales=(1.0, 65536.0)):
+    """Sizes of gradient entries, times each loss scale, against float16's window.
+
+    gradients: finite float32 tensor of any shape, on CPU; zeros are left out. The caption says in
+    words, not in per cent, how many become 0 or inf in float16, so that it is the same on every
+    device. Returns a `Picture`.
+    """
+    entries = gradients.detach().abs().flatten()
+    entries = entries[entries > 0].double()
+    figure, panels = new_figure(
+        len(scales), height=1.5 * len(scales) + 0.7, sharex=True, squeeze=False
+    )
+    low = math.floor(entries.min().log2().item()) + min(0, math.log2(min(scales)))
+    high = math.ceil(entries.max().log2().item()) + max(0, math.log2(max(scales)))
+    edges = range(int(min(low, -34)), int(max(high, 26)) + 1)
+    lines = [f"Sizes of {len(entries)} gradient entries."]
+    for axis, scale in zip(panels[:, 0], scales, strict=True):
+        axis.hist((entries * scale).log2().tolist(), bins=list(edges), color=COLOURS[0])
+        axis.axvspan(-24, 16, color=COLOURS[1], alpha=0.15, zorder=0)
+        for edge in (-24, 16):
+            axis.axvline(edge, color=COLOURS[1], linestyle="--", linewidth=1.4)
+        axis.set_title(f"loss scale 2^{math.log2(scale):.0f}", fontsize=11, loc="left")
+        axis.set_yticks([])
+        half = (entries * scale).half()
+        lost, too_large = _how_many(half == 0), _how_many(half.isinf())
+        lines.append(
+            f"Loss scale 2^{math.log2(scale):.0f}: {lost} become 0 in float16, {too_large} inf."
+        )
+    for place, text in ((-24.5, "0"), (-4, "float16"), (16.5, "inf")):
+        side = {"0": "right", "inf": "left"}.get(text, "center")
+        panels[0, 0].annotate(
+            text, (place, 1.03), xycoords=("data", "axes fraction"), ha=side, color=COLOURS[1]
+        )
+    panels[-1, 0].set_xlabel("size of an entry times the loss scale, powers of two")
+    return Picture(figure, "\n".join(lines))
+
+
+def _how_many(chosen):
+    share = chosen.double().mean().item()
+    return {0: "none", 1: "all"}.get(share, "most" if share > 0.5 else "some")

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from nan_lab import data, loops, record, triggers
+from nan_lab import data, loops, triggers
 from nan_lab.autocast import cuda_autocast_policy
 from nan_lab.figures_dtype import number_line
+from tests import runs
 from tests.notebook_code import definitions
 
 NOTEBOOK = definitions("04")
@@ -18,7 +19,7 @@ def photon_counts(from_step=112):
 
 
 def train(loop=loops.without_guard, trigger=None, model="classifier", epochs=3, **options):
-    return record.run(loop, trigger, model=NOTEBOOK[model], epochs=epochs, **options)
+    return runs.run(loop, trigger, model=NOTEBOOK[model], epochs=epochs, **options)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -82,9 +83,9 @@ def test_bits_are_those_of_the_number(dtype):
 
 @pytest.mark.parametrize("dtype, finite", [(HALF, True), (BFLOAT, False)])
 def test_only_float16s_scaler_survives_a_nan_pixel(dtype, finite):
-    run = record.run(loops.without_guard, triggers.nan_pixel(5), dtype=dtype, epochs=1)
+    run = runs.run(loops.without_guard, triggers.nan_pixel(5), dtype=dtype, epochs=1)
     assert run.weights_finite is finite and any(run.skipped) is finite
-    guarded = record.run(loops.fixed, triggers.nan_pixel(5), dtype=dtype, epochs=1)
+    guarded = runs.run(loops.fixed, triggers.nan_pixel(5), dtype=dtype, epochs=1)
     assert guarded.stopped_at == 5 and guarded.weights_finite
 
 
