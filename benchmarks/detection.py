@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import cases
 from benchmarks.cases import CASES, CONTROLS, Case, Run, state_of, train
-from benchmarks.tools import TOOLS, Found
+from benchmarks.tools import TOOLS, Found, Tool
 
 # What torch functions call the operations that aten calls otherwise.
 ALIASES = {
@@ -303,7 +303,9 @@ def main():
             print(f"{tool_class.title}:", *misses(verdicts), sep="\n  ")
     print(table(rows, options.markdown))
     if not options.accuracy_only:
-        print(f"\ntorch {torch.__version__}, {torch.get_num_threads()} threads")
+        noise = [overhead(m, Tool, options.blocks, options.steps)[0] for m in (transformer, mlp)]
+        print(f"\ntorch {torch.__version__}, {torch.get_num_threads()} threads; the same two")
+        print("ratios for a tool that does nothing: {:.3f}, {:.3f}".format(*noise))
     for title in absent:
         print(f"not installed: {title}")
 
