@@ -43,9 +43,9 @@ from dataclasses import dataclass
 
 from nan_lab import exam_criteria as criteria
 from nan_lab import exam_situations as situations
+from nan_lab.exam_containment import contained
 from nan_lab.exam_criteria import Row
 from nan_lab.exam_mysteries import check_mystery, mystery
-from nan_lab.exam_runner import contained
 
 __all__ = ["Grade", "Row", "check_mystery", "grade", "mystery"]
 

@@ -1,28 +1,20 @@
 """Runs a stranger's loop for the exam: in its own global state, on the clock, seen from outside."""
 
 import contextlib
-import ctypes
 import inspect
-import random
 import re
-import threading
-import time
 import traceback
 import warnings
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
+from nan_lab import exam_containment as containment
 from nan_lab.autocast import cuda_autocast_policy
+from nan_lab.exam_containment import STATE, Clock, TimeUp, contained, read_state, write_state
 
-PATIENCE = 10  # seconds without a batch drawn or a loss yielded; a step takes milliseconds
 DRAWS_AFTER_END = 1000  # so often an exhausted loader may be asked again
 SEED = 20_011_201  # not one that a person would set, so that a set seed shows
-
-
-class TimeUp(BaseException):
-    """Ends a loop that does not end. No Exception, so that `except Exception` lets it by."""
 
 
 @dataclass
@@ -186,115 +178,6 @@ class _Loader:
         return batch[0].clone(), batch[1].clone()
 
 
-class _Clock(threading.Thread):
-    """Raises TimeUp in the caller's thread when the loop has been silent for PATIENCE seconds.
-
-    An asynchronous exception arrives between two bytecodes, on every system and without signals;
-    it cannot interrupt one long call into C. It is raised again until the loop gives in.
-    """
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.target = ctypes.c_ulong(threading.get_ident())
-        self.lock, self.over, self.fired = threading.Lock(), threading.Event(), False
-        self.tick()
-
-    def tick(self):
-        self.last = time.monotonic()
-
-    def run(self):
-        while not self.over.wait(0.05):
-            with self.lock:
-                if not self.over.is_set() and time.monotonic() - self.last > PATIENCE:
-                    self.fired = True
-                    _raise_in(self.target, ctypes.py_object(TimeUp))
-
-    def stop(self):
-        with self.lock:
-            self.over.set()
-            _raise_in(self.target, None)  # one that has not arrived yet is withdrawn
-
-
-def _raise_in(thread, exception):
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, exception)
-
-
-# Name, how to read it, how to set it. The loop has its own values of these, also across a yield.
-STATE = {
-    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "the default device": (lambda: str(torch.get_default_device()), torch.set_default_device),
-    "the grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "the anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    "autocast": (
-        lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-        lambda on: (
-            torch.set_autocast_enabled("cpu", on[0]),
-            torch.set_autocast_dtype("cpu", on[1]),
-        ),
-    ),
-    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-}
-
-
-def _read():
-    return {name: read() for name, (read, _) in STATE.items()}
-
-
-def _write(state):
-    for name, (read, write) in STATE.items():
-        if read() != state[name]:
-            write(state[name])
-
-
-class _Nowhere:
-    """A file that forgets what is printed to it."""
-
-    def write(self, text):
-        return len(text)
-
-    def flush(self):
-        pass
-
-    def isatty(self):
-        return False
-
-
-def _set_autocast_depth(depth):
-    """Set how many autocast blocks torch counts around this line; return how many it was.
-
-    Only at 0 does autocast drop its half copies of the weights, which are stale after a step.
-    """
-    found = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    for _ in range(abs(depth - found)):
-        (torch.autocast_decrement_nesting if found > depth else torch.autocast_increment_nesting)()
-    return found
-
-
-@contextlib.contextmanager
-def contained():
-    """Give the block the ordinary global state; afterwards everything is as it was."""
-    outside, python, numpy = _read(), random.getstate(), np.random.get_state()
-    depth = _set_autocast_depth(0)
-    with (
-        warnings.catch_warnings(record=True),
-        torch.random.fork_rng([]),
-        contextlib.redirect_stdout(_Nowhere()),
-        contextlib.redirect_stderr(_Nowhere()),
-    ):
-        try:
-            ordinary = {"the default dtype": torch.float32, "the default device": "cpu"}
-            ordinary |= {"the grad mode": True, "autocast": (False, torch.bfloat16)}
-            _write({**outside, **ordinary, "the anomaly mode": False})
-            yield
-        finally:
-            _write(outside)
-            torch.clear_autocast_cache()
-            _set_autocast_depth(depth)
-            random.setstate(python)
-            np.random.set_state(numpy)
-
-
 def drive(loop, model, batches, *, lr, momentum=0.0, scale=1024.0, policy="cuda", fault=None):
     """Run `loop` on a model and a list of batches (x, y), float16 and a scaler; return the `Run`.
 
@@ -314,8 +197,8 @@ def drive(loop, model, batches, *, lr, momentum=0.0, scale=1024.0, policy="cuda"
         stack.enter_context(watch)
         watch.caught = caught
         torch.manual_seed(SEED)
-        state, filters = _read(), warnings.filters[:]
-        clock = _Clock()
+        state, filters = read_state(), warnings.filters[:]
+        clock = Clock()
         try:
             clock.start()
             loader = _Loader(batches, run, watch.open_step, clock)
@@ -325,7 +208,9 @@ def drive(loop, model, batches, *, lr, momentum=0.0, scale=1024.0, policy="cuda"
         finally:
             clock.stop()
         if clock.fired and not run.problem:
-            run.problem = f"It neither drew a batch nor yielded a loss for {PATIENCE} seconds."
+            run.problem = (
+                f"It neither drew a batch nor yielded a loss for {containment.PATIENCE} seconds."
+            )
         run.same_model = signature(model) == built
         run.float32 &= is_float32(model)
         run.changed = {name for name in STATE if inside[name] != state[name]}
@@ -338,21 +223,21 @@ def drive(loop, model, batches, *, lr, momentum=0.0, scale=1024.0, policy="cuda"
 
 def _drive(loop, arguments, watch):
     """Drive the loop to its end, an exception, or a breach of the contract; return its state."""
-    run, loader, outside = watch.run, arguments[1], _read()
+    run, loader, outside = watch.run, arguments[1], read_state()
     steps, inside = None, outside
     try:
         steps = loop(*arguments)
         if not inspect.isgenerator(steps):
             run.problem = "It is no generator: a loop has to `yield loss` after each step."
-            return _read()
+            return read_state()
         loader.started = True
         while not run.problem:
-            _write(inside)
+            write_state(inside)
             try:
                 loss = next(steps)
             finally:
-                inside = _read()
-                _write(outside)
+                inside = read_state()
+                write_state(outside)
             loader.clock.tick()
             run.problem = watch.take(loss)
     except StopIteration:
@@ -365,11 +250,11 @@ def _drive(loop, arguments, watch):
         run.error = error
     watch.close_step()
     if steps is not None:
-        _write(inside)
+        write_state(inside)
         with contextlib.suppress(Exception, TimeUp, SystemExit):
             steps.close()
-        inside = _read()
-    _write(outside)
+        inside = read_state()
+    write_state(outside)
     return inside
 
 

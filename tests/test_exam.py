@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nan_lab import exam, exam_mysteries, exam_runner, loops, record
+from nan_lab import exam, exam_containment, exam_mysteries, exam_runner, loops, record
 from tests.exam_bank import ours
 from tools.confusion import banks, failing
 
@@ -54,10 +54,10 @@ def test_bonus_rows():
     assert not bonus(by_name["log_softmax_nll"])["soft labels"]
 
 
-def test_a_grade_is_the_same_twice_and_takes_under_ten_seconds():
-    start = time.perf_counter()
+def test_a_grade_is_the_same_twice_and_takes_under_ten_seconds_of_cpu_time():
+    start = time.process_time()
     first = exam.grade(loops.broken)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     second = exam.grade(loops.broken)
     assert (str(first), first._repr_markdown_()) == (str(second), second._repr_markdown_())
 
@@ -95,7 +95,7 @@ def spoil(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.floa
 
 def interpreter():
     return (
-        exam_runner._read(),
+        exam_containment.read_state(),
         torch.get_rng_state().tolist(),
         random.getstate(),
         str(np.random.get_state()),
@@ -165,7 +165,7 @@ def ends_badly(model, loader, optimizer, scaler, device_type="cuda", dtype=torch
 
 @pytest.mark.parametrize("loop", [never_ends, never_ends_and_catches_all, ends_badly])
 def test_a_loop_that_never_ends_is_stopped(loop, monkeypatch):
-    monkeypatch.setattr(exam_runner, "PATIENCE", 0.5)
+    monkeypatch.setattr(exam_containment, "PATIENCE", 0.5)
     grade = exam.grade(loop)
     assert failing(grade) == {"contract"}
     time.sleep(0.2)  # nothing arrives late
@@ -318,7 +318,7 @@ def test_margins_of_mystery_1():
 def test_margins_of_mystery_2():
     history = rerun(2)
     assert history.first_bad_step is None and not any(history.skipped)
-    assert history.grad_norm[97] > 1.5 * 100 * sorted(history.grad_norm[:97])[48] / 1.5
+    assert history.grad_norm[97] > 150 * sorted(history.grad_norm[:97])[48]
     assert history.grad_norm[97] > 1.5 * max(history.grad_norm[:97] + history.grad_norm[98:])
     # Twice the scale would still be finite: the largest entry is below half of 65504.
     assert not any(rerun(2, init_scale=2048.0).skipped[:98])
