@@ -31,7 +31,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import cases
 from benchmarks.cases import CASES, CONTROLS, Case, Run, state_of, train
@@ -184,17 +183,6 @@ def overhead(make, tool_class, blocks: int, steps: int) -> tuple[float, int]:
     return statistics.median(ratios), len(ratios)
 
 
-class _Reads(TorchDispatchMode):
-    """Counts operations that hand a tensor's value to Python."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero"):
-            self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 class _BulkReads(TorchFunctionMode):
     """Counts calls that copy a whole tensor to the host, which no operation shows on a CPU."""
 
@@ -212,11 +200,13 @@ def host_reads(make, tool_class=None, steps=3) -> float:
     tool = tool_class and tool_class(run)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        with _Reads() as reads, _BulkReads() as bulk:
+        # A dispatch mode would not see what another mode's handler reads; the profiler does.
+        with torch.autograd.profiler.profile() as profile, _BulkReads() as bulk:
             train(run, tool)
     if tool:
         tool.close()
-    return (reads.count + bulk.count) / steps
+    scalars = sum(event.name == "aten::_local_scalar_dense" for event in profile.function_events)
+    return (scalars + bulk.count) / steps
 
 
 # --- the table -------------------------------------------------------------------------------
