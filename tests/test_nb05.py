@@ -23,19 +23,19 @@ def nan_batches(first, count):
 
 
 def train_on_pixels(loop, seed, **options):
-    return runs.run(NOTEBOOK[loop], lr=0.03 * PIXELS, seed=seed, epochs=2, **options)
+    return runs.run(NOTEBOOK[loop], lr=0.03 * PIXELS, seed=seed, **options)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_without_a_scaler_every_gradient_is_0_and_with_one_it_trains(seed):
-    silent = train_on_pixels("without_scaler", seed)
+    silent = train_on_pixels("without_scaler", seed, epochs=1)
     assert set(silent.grad_norm) == {0.0} and silent.weights_finite and silent.accuracy[-1] < 0.25
-    assert train_on_pixels("with_scaler", seed).accuracy[-1] > 0.85
+    assert train_on_pixels("with_scaler", seed, epochs=2).accuracy[-1] > 0.85
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_other_types_need_no_scaler(dtype):
-    assert train_on_pixels("without_scaler", 0, dtype=dtype).accuracy[-1] > 0.85
+    assert train_on_pixels("without_scaler", 0, dtype=dtype, epochs=2).accuracy[-1] > 0.85
 
 
 def test_the_largest_possible_logit_gradient_is_0_by_a_factor_of_4():
@@ -79,9 +79,8 @@ def test_the_healthy_batch_after_144_skips_ruins_the_weights(bad_steps, survives
     assert run.weights_finite is survives
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_lowest_scale_saves_them(seed):
-    run = runs.run(NOTEBOOK["with_lowest_scale"], nan_batches(0, 144), epochs=4, seed=seed)
+def test_a_lowest_scale_saves_them():
+    run = runs.run(NOTEBOOK["with_lowest_scale"], nan_batches(0, 144), epochs=4)
     assert run.weights_finite and min(run.scale) == 1 and not any(run.skipped[144:])
     assert run.loss[-1] < run.loss[144] / 1.5
 
@@ -97,8 +96,8 @@ def test_the_histogram_counts_what_float16_loses():
 
 
 def test_the_timeline_marks_a_gradient_of_exactly_0():
-    silent = train_on_pixels("without_scaler", 0)
-    scaled = train_on_pixels("with_scaler", 0)
+    silent = train_on_pixels("without_scaler", 0, epochs=1)
+    scaled = train_on_pixels("with_scaler", 0, epochs=2)
     for run, marked in ((silent, True), (scaled, False)):
         (legend,) = timeline(run).figure.legends
         assert ("gradient 0" in [text.get_text() for text in legend.get_texts()]) is marked
