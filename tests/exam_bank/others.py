@@ -402,6 +402,47 @@ def prints_a_lot(model, loader, optimizer, scaler, device_type="cuda", dtype=tor
         yield loss
 
 
+@bank()
+def steps_by_hand_if_finite(
+    model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16
+):
+    # What scaler.step does, written out: unscale_ has recorded the overflow for update.
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        with torch.autocast(device_type, dtype=dtype):
+            loss = F.cross_entropy(model(x), y)
+        stop_at(step, loss)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if clip_grad_norm_(model.parameters(), 1.0).isfinite():
+            optimizer.step()
+        scaler.update()
+        yield loss
+
+
+@bank()
+def warm_up(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16):
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 10))
+    for loss in assemble()(model, loader, optimizer, scaler, device_type, dtype):
+        rate.step()
+        yield loss
+
+
+@bank()
+def measures_accuracy(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16):
+    # A second forward pass, in float32, that trains nothing.
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        with torch.autocast(device_type, dtype=dtype):
+            loss = F.cross_entropy(model(x), y)
+        stop_at(step, loss)
+        finish(model, optimizer, scaler, loss)
+        with torch.no_grad():
+            print((model.eval()(x).argmax(-1) == y.argmax(-1)).float().mean())
+        model.train()
+        yield loss
+
+
 # Wrong: the loss --------------------------------------------------------------------------------
 
 
@@ -424,8 +465,9 @@ def stable_softmax_then_log(logits, y):
     return -(y * torch.log(e / e.sum(-1, keepdim=True))).sum(-1).mean()
 
 
-# Where p is 0 the term is dropped: a wrong prediction at a gap of 300 costs nothing.
-@with_loss(VALUE)
+# Where p is 0 the term is dropped: a wrong prediction at a gap of 300 costs nothing. `p > 0` is
+# False for NaN, too, so the guard sees a loss of 0 after a bad input or an overflow.
+@with_loss(VALUE, INPUT, OVERFLOW)
 def zero_where_p_is_zero(logits, y):
     p = torch.softmax(logits.float(), -1)
     return -(y * torch.where(p > 0, p.clamp_min(1e-45).log(), torch.zeros_like(p))).sum(-1).mean()
@@ -460,6 +502,17 @@ def clamped_loss(logits, y):
 @with_loss(VALUE)  # Ten binary losses are not one softmax.
 def binary_cross_entropy(logits, y):
     return F.binary_cross_entropy_with_logits(logits.float(), y)
+
+
+@with_loss(VALUE)  # Focal loss: hard examples count for more.
+def focal_loss(logits, y):
+    loss = F.cross_entropy(logits.float(), y, reduction="none")
+    return ((1 - torch.exp(-loss)) ** 2 * loss).mean()
+
+
+@with_loss(GRADIENT)  # The value is right; the gradient is -y / B.
+def detached_logsumexp(logits, y):
+    return (torch.logsumexp(logits.float(), -1).detach() - (y * logits.float()).sum(-1)).mean()
 
 
 # The fused loss is right, but a NaN becomes 0 before the guard sees it: nothing is reported.
@@ -535,6 +588,41 @@ def always_normalised(model):
     norm = torch.stack([g.norm() for g in grads]).norm()
     for g in grads:
         g.div_(norm + 1e-6)
+
+
+@with_clip(CLIPPING)  # Ordinary gradients are cut, too.
+def max_norm_of_a_hundredth(model):
+    clip_grad_norm_(model.parameters(), 0.01)
+
+
+@bank(CLIPPING)  # The spike is thrown away without a word, not clipped.
+def skips_large_norms(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16):
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        with torch.autocast(device_type, dtype=dtype):
+            loss = F.cross_entropy(model(x), y)
+        stop_at(step, loss)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = clip_grad_norm_(model.parameters(), math.inf)
+        if norm < 10 or not norm.isfinite():
+            scaler.step(optimizer)
+        scaler.update()
+        yield loss
+
+
+# A wrong prediction at a gap of 20 or more is left out without a word: no loss, no step.
+@bank(VALUE)
+def drops_large_losses(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16):
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        with torch.autocast(device_type, dtype=dtype):
+            loss = F.cross_entropy(model(x), y)
+        stop_at(step, loss)
+        if loss > 5:
+            continue
+        finish(model, optimizer, scaler, loss)
+        yield loss
 
 
 @bank(CLIPPING)  # Clips what the optimizer has already used.
@@ -687,7 +775,7 @@ def zero_grad_before_step(
         yield loss
 
 
-@bank(ORDER)  # Three batches of four do not move the weights.
+@bank(ORDER, GRADIENT)  # Three batches of four move nothing; each gradient is a quarter.
 def accumulates_four(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16):
     for step, (x, y) in enumerate(loader):
         with torch.autocast(device_type, dtype=dtype):
@@ -704,8 +792,8 @@ def accumulates_four(model, loader, optimizer, scaler, device_type="cuda", dtype
 
 
 # Zeros in the place of inf before unscale_: the scaler never sees an overflow, never lowers its
-# scale, and the step is taken on what is left of the gradient.
-@bank(ORDER)
+# scale, and steps on what is left of the gradient, under a NaN gradient as well.
+@bank(ORDER, NON_FINITE)
 def nan_to_num_on_gradients(
     model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16
 ):
@@ -752,6 +840,22 @@ def prints_only(step, loss):
 def looks_now_and_then(step, loss):
     if step % 100 == 99:
         stop_at(step, loss)
+
+
+@with_guard(INPUT, OVERFLOW)  # Against false alarms, the first steps go unguarded.
+def no_guard_at_first(step, loss):
+    if step > 10:
+        stop_at(step, loss)
+
+
+@with_guard(INPUT, OVERFLOW)  # From the second epoch on it names a step of the first.
+def step_within_epoch(step, loss):
+    assert torch.isfinite(loss), f"step {step % 56}: the loss is {loss.item()}"
+
+
+@with_guard(OVERFLOW)  # An overflow of the target's logit to -inf makes the loss inf, not NaN.
+def isnan_only(step, loss):
+    assert not torch.isnan(loss), f"step {step}: the loss is NaN"
 
 
 @with_guard(INPUT, OVERFLOW)  # The reports are made and thrown away.
@@ -848,6 +952,12 @@ def nan_to_num_on_x(model, loader, optimizer, scaler, device_type="cuda", dtype=
         stop_at(step, loss)
         finish(model, optimizer, scaler, loss)
         yield loss
+
+
+@bank(INPUT, OVERFLOW)  # inf and 2**20 become 1, unseen.
+def clamps_x(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16):
+    batches = ((x.clamp(0, 1), y) for x, y in loader)
+    yield from assemble()(model, batches, optimizer, scaler, device_type, dtype)
 
 
 @bank(INPUT)  # Throws the bad rows away, unseen; an overflow is reported.
@@ -1018,6 +1128,13 @@ def trains_a_copy(model, loader, optimizer, scaler, device_type="cuda", dtype=to
 def tiny_learning_rate(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16):
     for group in optimizer.param_groups:
         group["lr"] = 1e-6
+    yield from assemble()(model, loader, optimizer, scaler, device_type, dtype)
+
+
+@bank("learning")  # The same, less far.
+def low_learning_rate(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16):
+    for group in optimizer.param_groups:
+        group["lr"] /= 100
     yield from assemble()(model, loader, optimizer, scaler, device_type, dtype)
 
 
