@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nan_lab import loops, record, triggers
+from nan_lab import figures, loops, record, triggers
 
 QUESTIONS = ("step", "phase", "cause", "cure")
 LATE = 30.0  # mystery 5's learning rate from step 100 on, a thousand times the one before
@@ -300,6 +300,20 @@ class Mystery:
     def choices(self):
         """The choices to each question, in an order that gives nothing away."""
         return {question: _choices(self.number, question) for question in QUESTIONS}
+
+    def picture(self):
+        """The run's timeline; its caption does not tell what there is to find."""
+        history = self.history
+        shown = [
+            ("NaN or inf in the loss", history.first_bad_step is not None),
+            ("in the gradient norm", history.first_bad_grad_step is not None),
+            ("skipped steps", any(history.skipped)),
+        ]
+        facts = "; ".join(f"{what}: {'yes' if there else 'no'}" for what, there in shown)
+        caption = (
+            f"Mystery {self.number} over {len(history.loss)} steps. {facts[0].upper()}{facts[1:]}."
+        )
+        return figures.Picture(figures.timeline(history).figure, caption)
 
     def __repr__(self):
         lines = [f"Mystery {self.number}: {self.outside}"]
