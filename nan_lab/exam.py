@@ -125,8 +125,8 @@ def _rows(loop):
     if runs["healthy"].ended and runs["healthy"].yields < 168:
         return [Row("contract", False, "It ends before the loader does.")]
 
-    value, gradient, soft, factor = criteria.loss_rows(losses)
     order = criteria.step_order(runs["small"], runs["skips"])
+    value, gradient, soft, factor = criteria.loss_rows(losses, order.passed)
     fair = {"loss": value.passed and gradient.passed, "order": order.passed}
     rows = [
         Row("contract", True, "One batch, one step, one loss."),

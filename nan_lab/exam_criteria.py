@@ -10,6 +10,7 @@ from nan_lab.exam_situations import (
     BAD_STEPS,
     LOSS_SCALE,
     MEDIUM,
+    PEAK,
     SMALL,
     SPIKE,
     accuracy,
@@ -55,8 +56,10 @@ class Row:
         return self.name in BONUS
 
 
-def loss_rows(losses):
+def loss_rows(losses, ordered):
     """Judge `{policy: (run, names)}`: rows for value, gradient, soft labels; the loss factor.
+
+    ordered: whether each batch has its own step; if not, the gradient's size is not known.
 
     The factor is what the loop multiplies the loss by before backward: 1, the loss scale, another
     number, or None where no gradient was seen.
@@ -70,13 +73,13 @@ def loss_rows(losses):
             logits = torch.cat([call[1].double() for call in step.forwards])[-len(step.y) :]
             target = step.y.double()
             if step.loss is not None and not _close(step, logits, target, policy):
-                # Labels are one-hot by contract, so class indices (nll_loss) are right, too.
-                index = F.one_hot(target.argmax(-1), 10).double()
-                if not _close(step, logits, index, policy):
-                    expected = abs(F.cross_entropy(logits, target).item())
-                    value = f"{where} the loss is {step.loss:.1f}, cross entropy {expected:.1f}."
+                if kind == "soft labels" and math.isfinite(step.loss):
+                    # One-hot labels are the contract: nll_loss and kl_div are right there.
+                    soft = False
                     continue
-                target, soft = index, False
+                expected = abs(F.cross_entropy(logits, target).item())
+                value = f"{where} the loss is {step.loss:.1f}, cross entropy {expected:.1f}."
+                continue
             found = step.with_gradient
             if found is None or len(found[2]) != len(target):
                 continue
@@ -93,7 +96,12 @@ def loss_rows(losses):
             )
     if not gradient and factor is None:
         gradient = "No gradient reaches the logits."
-    if not gradient and factor not in (1.0, LOSS_SCALE) and losses["cuda"][0].used_scaler:
+    if (
+        not gradient
+        and ordered
+        and factor not in (1.0, LOSS_SCALE)
+        and losses["cuda"][0].used_scaler
+    ):
         gradient = f"Its size is wrong: {factor / LOSS_SCALE:.1f} times (p - y) / B."
     judged = None if value else not gradient
     return (
@@ -106,7 +114,7 @@ def loss_rows(losses):
 
 SOFT = {
     True: "Right for labels that are not one-hot, too.",
-    False: "Labels that are not one-hot are read as class indices.",
+    False: "Of labels that are not one-hot the loss is not the cross entropy.",
 }
 MEND = "Mend the rows above first, then grade again."
 
@@ -132,9 +140,14 @@ def _close_gradient(found, logits, target, factor):
     return error <= 2**-7 * (p + target).norm().item() / count + least
 
 
+def _unreadable(step):
+    """Whether the loop's own lr (0.125 was given) makes a step as small as float32's rounding."""
+    return step.lr is not None and step.lr < 2**-12
+
+
 def _size(step):
-    """The gradient norm that a step of plain SGD stands for, or None where the loop's lr is 0."""
-    if step.lr == 0:
+    """The gradient norm that a step of plain SGD stands for, or None where the lr is too small."""
+    if _unreadable(step):
         return None
     return (step.after - step.before).norm().item() / (step.lr or 0.125)
 
@@ -157,9 +170,9 @@ def step_order(small, skips):
         if step.moves > 1:
             return Row(name, False, f"The optimizer stepped {step.moves} times for one batch.")
         calls = [call for call in step.calls if call in ("step", "update")]
-        if calls and calls != ["step", "update"]:
+        if "step" in calls and calls != ["step", "update"]:
             return Row(name, False, f"The scaler's calls were {', '.join(step.calls)}.")
-        if step.lr == 0:
+        if _unreadable(step):
             continue
         if not (step.after - step.before).any():
             return Row(name, False, f"Step {i} did not move the weights at all.")
@@ -182,9 +195,10 @@ def clipping(small, losses, fair):
     name = "clipping"
     if small.last < SPIKE:
         return Row(name, None, MEND)
-    step = small.steps[SPIKE]
-    size = _size(step)
-    if not step.finite or (size or 0) > 7.5:
+    for step in small.steps[SPIKE:]:
+        size = _size(step)
+        if step.finite and (size or 0) <= 7.5:
+            continue
         grown = (
             f"like one of norm {2 ** math.floor(math.log2(size))} or more"
             if step.finite
@@ -194,11 +208,14 @@ def clipping(small, losses, fair):
         return Row(name, False, why)
     if any(bool(s.before.isfinite().all()) and not s.finite for s in losses.steps):
         return Row(name, False, "A gradient of 0 turns the weights into NaN (0 / 0).")
-    if size and fair:
+    step = small.steps[SPIKE]
+    if _size(step) and fair:
         if not _along(small, step) > 0.98:
             return Row(
                 name, False, "A spike is cut, but not by the global norm: its direction changed."
             )
+        if small.last >= PEAK and _by_another_norm(step, small.steps[PEAK]):
+            return Row(name, False, "Spikes are cut by another norm than the global L2 norm.")
         pair = [small.steps[i] for i in (MEDIUM, SMALL)]
         if all(_size(step) for step in pair):
             ratio = _size(pair[0]) / _size(pair[1])
@@ -208,6 +225,14 @@ def clipping(small, losses, fair):
                 why = "Small gradients are changed, too; a norm under 2^-4 must pass as it is."
                 return Row(name, False, why)
     return Row(name, True, "A spike with a gradient norm over 100 moves the weights by at most 5.")
+
+
+def _by_another_norm(*spikes):
+    """Whether two spikes are cut to the same L1 or largest entry, and to different L2 norms."""
+    moves = [(step.after - step.before) / (step.lr or 1) for step in spikes]
+    ratio = {p: (moves[0].norm(p) / moves[1].norm(p)).item() for p in (1, 2, math.inf)}
+    same = any(abs(ratio[p] - 1) < 0.05 for p in (1, math.inf))
+    return same and not 0.8 < ratio[2] < 1.25
 
 
 def loss_scale(small, large, losses, factor, fair):

@@ -15,7 +15,12 @@ LOSS_SCALE = 8192.0
 HUGE = 3e38  # finite in float32 and bfloat16; the sum of a few of them is not
 BAD_STEPS = {"nan": 13, "inf": 17, "overflow": 19, "nan gradient": 14, "inf gradient": 18}
 SMALL_SCALE, LARGE_SCALE = 1.0, 2.0**15
-MEDIUM, SMALL, SPIKE = 1, 2, 3  # the steps of `updates`; step 0 is for a warm-up that starts at 0
+MEDIUM, SMALL, SPIKE, PEAK = (
+    1,
+    2,
+    3,
+    4,
+)  # the steps of `updates`; step 0 is for a warm-up that starts at 0
 
 
 def seeded(build):
@@ -102,7 +107,10 @@ def losses(loop, policy):
 
 
 def updates(loop, scale):
-    """Small gradients, global norms 0.05 and 0.025, then a spike of norm 170, finite in float16.
+    """Small gradients, global norms 0.05 and 0.025, then two spikes over 100, finite in float16.
+
+    The norm of the first spike is 6 times its largest entry, that of the second, all of whose
+    pixels but one are dark, twice.
 
     SGD without momentum: a step moves the weights by lr times the gradient it was given. The
     spike's logit gap is 42, so that a loss written by hand still has a gradient there.
@@ -120,7 +128,11 @@ def updates(loop, scale):
         _balanced(1, 0.25),
         _balanced(0, 0.05),
         _balanced(2, 320, roll=1),
+        _balanced(2, 1000, roll=1),
     ]
+    pixels, labels = batches[PEAK]
+    batches[PEAK] = torch.zeros_like(pixels), labels
+    batches[PEAK][0][:, 28] = 1000
     return drive(loop, seeded(build), batches, lr=0.125, scale=scale)
 
 

@@ -434,6 +434,11 @@ add(
     clip=lambda m: [clip_grad_norm_(p, 1.0) for p in m.parameters()],
 )
 add("clip_first_layer_only", {"clipping"}, clip=lambda m: clip_grad_norm_(m[0].parameters(), 1.0))
+add(
+    "clip_by_largest_entry",
+    {"clipping"},
+    clip=lambda m: clip_grad_norm_(m.parameters(), 1.0, norm_type=float("inf")),
+)
 add("max_norm_fifty", {"clipping"}, max_norm=50.0)
 
 
