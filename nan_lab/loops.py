@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 
+from nan_lab.guard import StepGuard
+
 
 def broken(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16):
     """The question's loop, with one `yield`: it can go NaN for three separate reasons."""
@@ -37,6 +39,28 @@ def fixed(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.floa
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         clip_grad_norm_(model.parameters(), max_norm=1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        yield loss
+
+
+def guarded(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16):
+    """`fixed` with a StepGuard in the place of the two checks."""
+
+    def forward(batch):
+        x, y = batch
+        with torch.autocast(device_type, dtype=dtype):
+            return F.cross_entropy(model(x), y)
+
+    guard = StepGuard(model, forward, optimizer, scaler)
+    for step, batch in enumerate(loader):
+        guard.begin(step, batch)
+        optimizer.zero_grad()
+        loss = forward(batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        grad_norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
+        guard.check(loss, grad_norm)
         scaler.step(optimizer)
         scaler.update()
         yield loss
