@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 
 from nan_lab.locate import FailedStep, non_finite
-from nan_lab.report import Report
+from nan_lab.report import BATCH_WRITTEN, PARAMETERS_MOVED, Report
 from nan_lab.snapshot import MicroBatch
 
 MAX_SKIPS = 50  # in a row. After 144 the scale's reciprocal is inf: the next good step is poisoned.
 
 
 class NonFiniteStep(RuntimeError):
-    """A step is not finite. `report` is a nan_lab.locate.Report, and the message its text."""
+    """A step is not finite. `report` is a nan_lab.report.Report, and the message its text."""
 
     def __init__(self, report):
         super().__init__(str(report))
@@ -39,10 +39,12 @@ class StepGuard:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not callable(forward):
             raise TypeError(f"forward must be a function of the batch, got {forward!r}")
-        several = isinstance(optimizer, (list, tuple))
-        self.optimizers = list(optimizer) if several else [optimizer] * (optimizer is not None)
+        optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self.optimizers = [each for each in optimizers if each is not None]
         self.model, self.forward = model, forward
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        distributed = dist.is_available() and dist.is_initialized()
+        self.ranks = dist.get_world_size() if distributed else 1
         self.skipped = self.skips_in_a_row = 0
         self.last = deque(maxlen=5)  # (loss, gradient norm)
         self.step = self.previous_step = None
@@ -58,7 +60,8 @@ class StepGuard:
             self.previous_step = self.step
             self.step, self.checked, self.micro_batches = step, False, []
             self.versions = [p._version for p in self.params]
-            self._keep_buffers()
+            if self.owners:
+                self._keep_buffers()
         self.micro_batches.append(MicroBatch.keep(batch, copy=self.writes_batch))
 
     def _keep_buffers(self):
@@ -75,14 +78,12 @@ class StepGuard:
         `grad_norm` is what clip_grad_norm_ returned; without it the norm is computed here.
         """
         if not self.micro_batches:
-            raise RuntimeError(
-                "check() without begin(): call begin(step, batch) before the forward"
-            )
-        loss, norm, largest, ranks = self._read(loss, grad_norm)
+            raise RuntimeError("check() without begin(): call begin(step, batch) before forward")
+        loss, norm, *others = self._read(loss, grad_norm)
         self.checked = True
         self.last.append((loss, norm))
-        wrote = any(micro.is_written() for micro in self.micro_batches)
-        if math.isfinite(loss) and math.isfinite(norm) and math.isfinite(largest) and not ranks:
+        wrote = any([micro.is_written() for micro in self.micro_batches])
+        if math.isfinite(loss + norm + sum(others)):
             self.skips_in_a_row = 0
         else:
             report = self._judge(loss, norm, replayable=self.writes_batch or not wrote)
@@ -91,7 +92,7 @@ class StepGuard:
         return loss, norm
 
     def _read(self, loss, grad_norm):
-        """Loss, gradient norm, largest buffer entry, and the ranks where they are not finite."""
+        """Loss, gradient norm, and what else must be finite, in the step's one host read."""
         if isinstance(loss, float):
             loss = torch.tensor(loss)
         if not (isinstance(loss, torch.Tensor) and loss.is_floating_point() and loss.numel() == 1):
@@ -99,18 +100,21 @@ class StepGuard:
             raise TypeError(f"loss must be one floating-point number, as a tensor, got {got}")
         if grad_norm is None:
             grad_norm = _norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        buffers = [m._buffers.get(name) for m, name in self.owners if (m, name) not in self.masks]
-        buffers = [b for b in buffers if b is not None and b.is_floating_point() and b.numel()]
-        largest = torch._foreach_norm(buffers, math.inf) if buffers else []
         if not isinstance(grad_norm, torch.Tensor):
             grad_norm = torch.full((), grad_norm, device=loss.device)
-        values = [loss.detach().reshape(()), grad_norm.detach(), *largest]
-        values = torch.stack([value.to(loss.device) for value in values])
-        flags = _on_every_rank(~values.isfinite().all(), loss.device) if _ranks() > 1 else None
-        if flags is not None:
-            values = torch.cat([values, flags])
-        loss, norm, *rest = values.tolist()  # the step's one host read
-        return loss, norm, sum(rest[: len(largest)]), any(rest[len(largest) :])
+        values = [loss if loss.dim() == 0 else loss.reshape(()), grad_norm]
+        if self.owners:
+            values += self._largest_of_buffers()
+        values = torch.stack([v if v.device == loss.device else v.to(loss.device) for v in values])
+        if self.ranks > 1:  # what is inf or NaN on one rank stops all of them at the same step
+            bad = torch.where(values.isfinite().all(), 0.0, math.inf)
+            values = torch.cat([values, self._on_every_rank(bad, loss.device)])
+        return values.tolist()
+
+    def _largest_of_buffers(self):
+        buffers = [m._buffers.get(name) for m, name in self.owners if (m, name) not in self.masks]
+        buffers = [b for b in buffers if b is not None and b.is_floating_point() and b.numel()]
+        return torch._foreach_norm(buffers, math.inf) if buffers else []
 
     def _judge(self, loss, norm, replayable):
         """The Report of a step that looks bad, or None when it may go on."""
@@ -121,7 +125,7 @@ class StepGuard:
         try:
             with FailedStep(*step) as failed:
                 return self._look(failed, phase, replayable)
-        except Exception as error:  # out of memory, say: the step is known even so
+        except Exception as error:  # out of memory, say: even so the step is known
             return Report(phase=phase, note=f"the location stopped: {error!r}")
 
     def _look(self, failed, phase, replayable):
@@ -154,51 +158,33 @@ class StepGuard:
 
     def _raise_on_every_rank(self, report, loss, norm):
         ranks = []
-        if _ranks() > 1:
+        if self.ranks > 1:
             sure = 0 if report is None else 2 if report.confirmed else 1
-            device = self.params[0].device if self.params else "cpu"
-            flags = _on_every_rank(torch.tensor(sure), device).tolist()
+            flags = self._on_every_rank(sure, self.params[0].device).tolist()
             ranks = [rank for rank, flag in enumerate(flags) if flag and flag == max(flags)]
             if ranks and dist.get_rank() not in ranks:
                 report = Report(phase="backward", note="made on another rank, see there")
         if report is None:
             return
-        if report.phase == "optimizer" and self.previous_step is not None:
-            report.step = self.previous_step
-        else:
-            report.step = self.step
+        before = report.phase == "optimizer" and self.previous_step is not None
+        report.step = self.previous_step if before else self.step
         report.loss, report.grad_norm, report.last, report.ranks = loss, norm, [*self.last], ranks
         report.scale = self.scaler.get_scale() if self.scaler else None
         raise NonFiniteStep(report)
 
+    def _on_every_rank(self, flag, device):
+        """A vector with the flags of all ranks."""
+        flags = torch.zeros(self.ranks, device=device)
+        flags[dist.get_rank()] = flag
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return flags
+
 
 def _norm(grads):
-    """The global norm, in float32 at least: clip_grad_norm_'s own overflows early in float16."""
+    """The global norm, in float32 at least: in float16 the squares would overflow early."""
     grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
     if not grads:
         return 0.0
     exact = any(grad.dtype == torch.float64 for grad in grads)
     norms = torch._foreach_norm(grads, 2, dtype=torch.float64 if exact else torch.float32)
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-
-
-def _ranks():
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _on_every_rank(flag, device):
-    """A vector with every rank's flag."""
-    flags = torch.zeros(_ranks(), device=device)
-    flags[dist.get_rank()] = flag
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return flags
-
-
-BATCH_WRITTEN = (
-    "this step wrote into its batch, so it cannot be run again; from the next step on the guard "
-    "keeps a copy. No operation is named"
-)
-PARAMETERS_MOVED = (
-    "the parameters changed between begin and check, so this is not the step that failed: call "
-    "check before optimizer.step. No operation is named"
-)

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from nan_lab.report import NO_BIRTH, NOT_REPRODUCED, Report, describe, kind_of
-from nan_lab.snapshot import MicroBatch, Snapshot, set_rng_state
+from nan_lab.snapshot import MicroBatch, Snapshot, put, set_rng_state
 from nan_lab.tracer import Tracer, non_finite
 
 MAX_REPLAYS = 60
@@ -56,7 +56,7 @@ class FailedStep:
             owner._buffers[name] = buffer
             copies.append((buffer, copy))
         for tensor, copy in copies:
-            tensor.data.copy_(copy)
+            put(tensor, copy)
 
     def replay(self, patch=(), heal=(), scale=1.0, trace=True):
         """Run the step from its beginning; the Tracer says how it went. Raises nothing."""
@@ -64,7 +64,8 @@ class FailedStep:
         self.rewind()
         for t in heal:  # small numbers, not all alike
             numbers = 0.05 * (1.1 + torch.arange(t.numel()).cos()).view(t.shape).to(t)
-            t.data.copy_(torch.where(t.isfinite(), t, numbers).detach())
+            put(t, torch.where(t.isfinite(), t, numbers).detach())
+        patch = {birth.site: birth.tier for birth in patch}
         tracer = Tracer(self.model, [*self.params, *(t for _, t in self.inputs)], patch)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
@@ -85,10 +86,7 @@ class FailedStep:
     def _run_micro_batches(self, scale):
         for micro in self.micro_batches:
             set_rng_state(micro.rng)
-            with contextlib.ExitStack() as stack:
-                for device, dtype, on in micro.autocast:
-                    stack.enter_context(torch.autocast(device, dtype, enabled=on))
-                loss = self.forward(micro.batch)
+            loss = self.forward(micro.batch)
             is_tensor = isinstance(loss, torch.Tensor)
             if not (is_tensor and loss.is_floating_point() and loss.numel() == 1):
                 got = f"{loss.dtype} {tuple(loss.shape)}" if is_tensor else type(loss).__name__
@@ -184,19 +182,20 @@ class FailedStep:
         """The births without which the step is finite, earliest first; [] if none are found."""
         chosen = {}
         while run.bad:
-            new = [b for site, b in run.births.items() if site not in chosen]
-            if not new or self.replays >= MAX_REPLAYS:
+            best = min((birth.tier for birth in run.births.values()), default=0)
+            if not best or self.replays >= MAX_REPLAYS:
                 return []
-            best = min(birth.tier for birth in new)
-            chosen |= {b.site: b for b in new if b.tier == best}
-            run = self.replay(patch=chosen, scale=scale)
+            for site, birth in run.births.items():
+                if birth.tier == best:
+                    chosen[site] = chosen.get(site, birth)._replace(tier=best)
+            run = self.replay(chosen.values(), scale=scale)
         # Drop what is not needed, the latest first: in halves, then quarters, then one by one.
         needed = sorted(chosen.values(), key=lambda birth: birth.call)
         size = len(needed) // 2
         while size:
             for end in range(len(needed), 0, -size):
                 rest = needed[: max(end - size, 0)] + needed[end:]
-                if rest and not self.replay({b.site for b in rest}, scale=scale).bad:
+                if rest and not self.replay(rest, scale=scale).bad:
                     needed = rest
             size //= 2
         return needed

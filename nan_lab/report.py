@@ -28,9 +28,17 @@ ADVICE |= {
 NOT_REPRODUCED = (
     "the replay is finite, so no operation is named. The cause is not in what the step computes "
     "from its batch, weights and torch's random numbers: look for randomness of Python or NumPy, "
-    "a counter in the model, a batch written in place, a gradient hook, or a kernel's fault"
+    "a counter in the model, autocast outside of forward, a gradient hook, or a kernel's fault"
 )
 NO_BIRTH = "no operation made it: a non-finite constant in the code, or data that is no tensor"
+BATCH_WRITTEN = (
+    "this step wrote into its batch, so it cannot be run again and no operation is named; from "
+    "the next step on the guard keeps a copy"
+)
+PARAMETERS_MOVED = (
+    "the parameters changed between begin and check, so this is not the step that failed and no "
+    "operation is named: call check before optimizer.step"
+)
 
 
 @dataclasses.dataclass

@@ -8,19 +8,27 @@ from typing import NamedTuple
 import torch
 
 
-def tensors_of(value, name="batch"):
-    """Yield (name, tensor) for every tensor in sequences, mappings, dataclasses and objects."""
+def tensors_of(value, name="batch", found=None):
+    """[(name, tensor)] for every tensor in sequences, mappings, dataclasses and other objects."""
+    found = [] if found is None else found
     if isinstance(value, torch.Tensor):
-        yield name, value
+        found.append((name, value))
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            yield from tensors_of(item, f"{name}[{i}]")
+            tensors_of(item, f"{name}[{i}]", found)
     elif isinstance(value, Mapping):
         for key in value:
-            yield from tensors_of(value[key], f"{name}[{key!r}]")
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
+            tensors_of(value[key], f"{name}[{key!r}]", found)
+    elif hasattr(value, "__dict__") and name.count(".") < 3:  # objects may refer to themselves
         for key, item in vars(value).items():
-            yield from tensors_of(item, f"{name}.{key}")
+            tensors_of(item, f"{name}.{key}", found)
+    return found
+
+
+def put(tensor, value):
+    """Write in place, unseen by autograd; not where nobody can (expanded, sparse, inference)."""
+    if tensor.layout == torch.strided and 0 not in tensor.stride() and not tensor.is_inference():
+        tensor.data.copy_(value)
 
 
 def rng_state():
@@ -42,15 +50,12 @@ class MicroBatch(NamedTuple):
     versions: list
     copies: list  # (tensor, copy)
     rng: tuple
-    autocast: list  # (device type, dtype, on)
 
     @classmethod
     def keep(cls, batch, copy=False):
-        tensors = list(tensors_of(batch))
+        tensors = tensors_of(batch)
         copies = [(t, t.detach().clone()) for _, t in tensors] if copy else []
-        kinds = ("cpu", "cuda")
-        autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
-        return cls(batch, tensors, cls.now(tensors), copies, rng_state(), autocast)
+        return cls(batch, tensors, cls.now(tensors), copies, rng_state())
 
     @staticmethod
     def now(tensors):
@@ -78,7 +83,7 @@ class Snapshot:
             live.clear()
             live.update(kept)
         for tensor, value in self.values:
-            tensor.data.copy_(value)  # .data: the user's graph must not see a new version
+            put(tensor, value)
         for leaf, grad in self.grads:
             leaf.grad = grad
         set_rng_state(self.rng)

@@ -74,9 +74,9 @@ def _is_users(file):
 
 
 class Tracer(TorchDispatchMode):
-    """Record births. At the sites in `patch`, put finite numbers in the place of what is born."""
+    """Record births, or, at the sites in `patch` ({site: highest tier}), make them finite."""
 
-    def __init__(self, model, leaves, patch=()):
+    def __init__(self, model, leaves, patch):
         super().__init__()
         self.names = {id(m): n.removeprefix("_orig_mod.") for n, m in model.named_modules()}
         self.patch, self.births, self.calls = patch, {}, 0
@@ -101,10 +101,11 @@ class Tracer(TorchDispatchMode):
         if any(mask is not None for mask in masks):
             tier, masks = _born(func, before, writes, outputs, masks)
             born = [(t, m) for t, m in zip(outputs, masks, strict=True) if _any(m)]
-            if tier:
+            if 0 < tier <= self.patch.get(site, 0):
+                for tensor, mask in born:
+                    _put_finite(tensor, mask)
+            elif tier:
                 self._record(site, tier, func, before, *born[0])
-            for tensor, mask in born if tier and site in self.patch else []:
-                _put_finite(tensor, mask)
         self.in_place = site if writes else None
         return result
 

@@ -353,7 +353,7 @@ class TwoRanks:
 
 def test_all_ranks_stop_at_the_same_step_and_the_guilty_one_is_named(monkeypatch):
     model = mlp()
-    healthy, other_is_bad, other_is_sure = 0, 1, 2
+    healthy, other_is_bad, other_is_sure = 0, math.inf, 2
     ranks = TwoRanks([healthy, healthy, other_is_bad, other_is_sure])
     monkeypatch.setattr("nan_lab.guard.dist", ranks)
     report = failure(model, cross_entropy(model), batches(5))
