@@ -62,7 +62,7 @@ class StepGuard:
             self.versions = [p._version for p in self.params]
             if self.owners:
                 self._keep_buffers()
-        self.micro_batches.append(MicroBatch.keep(batch, copy=self.writes_batch))
+        self.micro_batches.append(MicroBatch.keep(batch, with_copies=self.writes_batch))
 
     def _keep_buffers(self):
         now = [(m, name, m._buffers.get(name)) for m, name in self.owners]

@@ -44,10 +44,10 @@ class FailedStep:
     def rewind(self):
         """Back to the moment of `begin`. (The parameters have not moved since.)"""
         self.snapshot.restore()
-        for hooks, _ in self.snapshot.hooks:  # they may step an optimizer, or record the run
-            hooks.clear()
         for leaf in self.leaves:
             leaf.grad = None
+            # These hooks may step an optimizer, or record the run.
+            (leaf._post_accumulate_grad_hooks or {}).clear()
         for m in self.model.modules():
             if isinstance(m, torch.nn.parallel.DistributedDataParallel):
                 m.forward = m.module.forward  # ranks replay apart: no collective operations
@@ -195,7 +195,7 @@ class FailedStep:
         while size:
             for end in range(len(needed), 0, -size):
                 rest = needed[: max(end - size, 0)] + needed[end:]
-                if rest and not self.replay(rest, scale=scale).bad:
+                if rest and self.replays < MAX_REPLAYS and not self.replay(rest, scale=scale).bad:
                     needed = rest
             size //= 2
         return needed
@@ -209,11 +209,7 @@ def _update(optimizers, param):
         if squares:
             zeros = (squares[0][non_finite(param)] == 0).sum().item()
             if zeros and squares[0].new_tensor(eps) == 0:
-                dtype = str(param.dtype).removeprefix("torch.")
-                return (
-                    "addcdiv_",
-                    f"in {zeros} bad entries exp_avg_sq is 0, and eps={eps} in {dtype} too",
-                )
+                return "addcdiv_", f"in {zeros} bad entries exp_avg_sq is 0, and so is eps={eps}"
             return "addcdiv_", ""
     return "add_", ""
 

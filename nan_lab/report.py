@@ -81,7 +81,7 @@ class Report:
             "line": f"{self.line}  {self.source}".strip(),
             **{f"operand {i}": text for i, text in enumerate(self.operands)},
             "first bad": self.first_bad,
-            "confirmed": f"{sure} ({self.replays} replays)",
+            "confirmed": f"{sure} (replays: {self.replays})",
             "also needed": "; ".join(self.also_needed),
             "note": self.note,
             "ranks": ", ".join(map(str, self.ranks)),

@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Mapping
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -52,9 +53,9 @@ class MicroBatch(NamedTuple):
     rng: tuple
 
     @classmethod
-    def keep(cls, batch, copy=False):
+    def keep(cls, batch, with_copies=False):
         tensors = tensors_of(batch)
-        copies = [(t, t.detach().clone()) for _, t in tensors] if copy else []
+        copies = [(t, t.detach().clone()) for _, t in tensors] if with_copies else []
         return cls(batch, tensors, cls.now(tensors), copies, rng_state())
 
     @staticmethod
@@ -72,16 +73,18 @@ class Snapshot:
         self.rng, self.python = rng_state(), random.getstate()
         self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self.grads = [(leaf, leaf.grad) for leaf in leaves]
-        self.values = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        hooks = [leaf._post_accumulate_grad_hooks for leaf in leaves]
-        self.hooks = [(hook, dict(hook)) for hook in hooks if hook]
         owners = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        self.dicts = [(d, dict(d)) for m in owners for d in (vars(m), m._buffers, m._parameters)]
+        attributes = [value for m in owners for value in (vars(m), *vars(m).values())]
+        attributes += [leaf._post_accumulate_grad_hooks for leaf in leaves]
+        tensors = [*tensors, *(value for value in attributes if torch.is_tensor(value))]
+        self.values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        containers = [value for value in attributes if isinstance(value, (dict, list, set))]
+        self.containers = [(container, copy(container)) for container in containers]
 
     def restore(self):
-        for live, kept in self.dicts + self.hooks:
+        for live, kept in self.containers:
             live.clear()
-            live.update(kept)
+            live.extend(kept) if isinstance(live, list) else live.update(kept)
         for tensor, value in self.values:
             put(tensor, value)
         for leaf, grad in self.grads:

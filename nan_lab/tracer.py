@@ -1,5 +1,6 @@
 """The mode that sees every ATen operation of a step: births of inf and NaN, and their place."""
 
+import contextlib
 import functools
 import linecache
 import math
@@ -116,11 +117,10 @@ class Tracer(TorchDispatchMode):
         report, index = site.report(), tuple(mask.nonzero()[0].tolist())
         operands = [x for x in tree_leaves(before) if isinstance(x, (torch.Tensor, float, int))]
         at = ["..."]
-        if torch.Tag.pointwise in func.tags:  # then the operands at this index tell it all
-            at = [
-                x.expand(mask.shape)[index] if isinstance(x, torch.Tensor) else x for x in operands
-            ]
-            at = [f"{float(x):.6g}" for x in at]
+        with contextlib.suppress(RuntimeError, TypeError):
+            if torch.Tag.pointwise in func.tags:  # then the operands at this index tell it all
+                at = [torch.as_tensor(x).expand(mask.shape)[index].item() for x in operands]
+                at = [f"{x:.6g}" for x in at]
         report.first_bad = f"{site.op}({', '.join(at)}) = {tensor[index].item():g} at {list(index)}"
         report.first_bad += f" of {describe(tensor)}"
         report.kind, report.operands = kind_of(tensor[mask]), [describe(x) for x in operands]
