@@ -66,6 +66,9 @@ def timeline(*histories, labels=None):
     for axis, panel in zip(axes, panels, strict=True):
         for number, history in enumerate(histories):
             _draw(axis, panel, history, number)
+    for number, history in enumerate(histories):
+        skips = [step for step, skipped in enumerate(history.skipped) if skipped]
+        _rug(axes[-1], skips, "|", 0.04 + 0.09 * number, number)
     _label_axes(axes, histories, scaled)
     _mark_steps(axes, histories)
     _add_legend(figure, histories, labels)
@@ -82,8 +85,6 @@ def _draw(axis, panel, history, number):
         return  # this run has no scaler
     axis.plot(drawn, drawstyle="steps-post" if panel == "scale" else "default", **style)
     if panel == "scale":
-        skips = [step for step, skipped in enumerate(history.skipped) if skipped]
-        _rug(axis, skips, "|", 0.04 + 0.09 * number, number)
         _rug(axis, [step for step, v in enumerate(values) if v == 0], "v", 0.02, number)
         return
     for marker, wrong in (("x", math.isnan), ("^", math.isinf)):

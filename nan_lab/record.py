@@ -110,7 +110,8 @@ def run(
 ):
     """Train the classifier on the digits with `loop` and return the `History`.
 
-    trigger: a `triggers.Trigger`, or anything with `cause_step` and `apply(step, x, y)`.
+    trigger: a `triggers.Trigger`, or anything with `cause_step` and `apply(step, x, y)` that
+        depends on its arguments alone: it is tried on one batch before the run.
     model, optimizer: factories `model()` and `optimizer(parameters)`, where the series' classifier
         or SGD(lr, momentum) is not meant.
     lr: a float, or a function of the step.

@@ -61,6 +61,8 @@ def test_runs_differ_in_line_style_as_well_as_in_colour(broken):
 def test_without_a_scaler_there_is_no_scale_panel():
     float32 = run(loops.broken, triggers.raw_pixels(), dtype=torch.float32)
     assert len(figures.timeline(float32).figure.axes) == 2
+    made = history([1.0, 2.0], [1.0, 2.0], [1.0, 1.0], [False, True])
+    assert marks(figures.timeline(made).figure.axes[-1], "|") == [1]  # a loop that skips by itself
 
 
 def test_where_a_run_stopped():

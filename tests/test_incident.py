@@ -146,4 +146,6 @@ def test_the_natural_nan_comes_when_the_model_is_confident(seed):
     assert 56 * 2 <= history.first_bad_step < 56 * 3  # the third epoch
     assert history.first_bad_grad_step + 20 < history.first_bad_step
     assert run(loops.broken, seed=seed, epochs=3).first_bad_step is None  # CUDA's rule
-    assert math.isfinite(sum(run(loops.fixed, policy="native", device="cpu", seed=seed, epochs=3).loss))
+    assert math.isfinite(
+        sum(run(loops.fixed, policy="native", device="cpu", seed=seed, epochs=3).loss)
+    )
