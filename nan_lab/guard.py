@@ -153,7 +153,7 @@ class StepGuard:
         self.skips_in_a_row += 1
         if self.scaler.get_scale() >= 1 and self.skips_in_a_row < MAX_SKIPS:
             return None
-        note = f"{self.skips_in_a_row} skips in a row, though at scale 1 this step is finite"
+        note = f"{self.skips_in_a_row} skips in a row: the scale is not what makes it overflow"
         return Report(phase="scaler", confirmed=True, replays=1, note=note)
 
     def _raise_on_every_rank(self, report, loss, norm):

@@ -128,7 +128,7 @@ class FailedStep:
         exact = torch.nn.utils.get_total_norm([g.double() for g in grads.values()])
         report = Report(phase="norm", op="linalg_vector_norm", module=name.rpartition(".")[0])
         report.tensor, report.kind = f"gradient of {name}: {describe(grads[name])}", "inf"
-        report.note = f"in float64 the norm is {exact:.4g}; clip_grad_norm_ would write zeros"
+        report.note = f"the norm is {exact:.4g}; clip_grad_norm_ turns such gradients into zeros"
         report.confirmed = bool(exact.isfinite())
         return report
 

@@ -25,6 +25,10 @@ ADVICE |= {
     name: "the product does not fit its dtype: scale the operands first, or use bfloat16"
     for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")
 }
+PROOF = {
+    "norm": "each gradient is finite, and so is their norm in float64",
+    "scaler": "at scale 1 the step is finite",
+}
 NOT_REPRODUCED = (
     "the replay is finite, so no operation is named. The cause is not in what the step computes "
     "from its batch, weights and torch's random numbers: look for randomness of Python or NumPy, "
@@ -69,7 +73,8 @@ class Report:
     def __str__(self):
         step = "" if self.step is None else f"step {self.step}, "
         scale = "" if self.scale is None else f", loss scale {self.scale:g}"
-        sure = "with finite numbers in its place the step is finite" if self.confirmed else "no"
+        proof = PROOF.get(self.phase, "with finite numbers in its place the step is finite")
+        sure = proof if self.confirmed else "no"
         # Backward, the forward operation is the one to change: SqrtBackward0 -> sqrt.
         op = self.node.removesuffix("Backward0").lower() or self.op.rstrip("_")
         rows = {

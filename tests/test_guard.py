@@ -112,6 +112,7 @@ class RunningSpread(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("ignore:std")
 def test_only_a_buffer_is_bad():
     model, data = nn.Sequential(RunningSpread(), mlp()), batches(4)
     data[2] = (data[2][0][:1], data[2][1][:1])
@@ -331,6 +332,41 @@ def test_frozen_model_and_model_that_grows():
     with pytest.raises(NonFiniteStep) as caught:
         guard.check(guard.forward(batch))
     assert (caught.value.report.op, caught.value.report.phase) == ("div", "forward")
+
+
+def test_a_large_norm_in_half_is_no_alarm_when_nobody_clips():
+    model, data = mlp().half(), [(x.half(), y) for x, y in batches(2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    seen = train(model, lambda b: model(b[0]).sum() * 8e3, data, optimizer, clip=False)
+    assert all(65504 < norm < 1e6 for _, norm in seen)
+
+
+def test_what_the_replay_does_not_show_is_said_to_be_so():
+    model, data = mlp(), batches(4)
+    calls = []
+
+    def forward(batch):
+        calls.append(batch)
+        return cross_entropy(model)(batch) / (len(calls) != 3)
+
+    report = failure(model, forward, data)
+    assert (report.step, report.phase, report.op, report.confirmed) == (2, "forward", "", False)
+    assert "the replay is finite" in report.note
+
+
+def test_accumulation_that_overflows_in_half():
+    model = mlp().half()
+    batch = (torch.ones(1, 4).half(), None)
+    guard = StepGuard(model, lambda b: model(b[0])[0, 0].float() * 4e4)
+    for _ in range(2):
+        guard.begin(0, batch)
+        loss = guard.forward(batch)
+        loss.backward()
+    with pytest.raises(NonFiniteStep) as caught:
+        guard.check(loss)
+    report = caught.value.report
+    assert (report.op, report.node, report.confirmed) == ("add_", "AccumulateGrad", True)
+    assert report.module == "3"
 
 
 class TwoRanks:

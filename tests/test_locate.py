@@ -148,6 +148,7 @@ CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:std")
 @pytest.mark.parametrize("name", CASES)
 def test_names_operation_and_line(name):
     bug, phase, op, node, module = CASES[name]
@@ -342,7 +343,14 @@ def everything_of(net, x):
     state = [torch.get_rng_state(), torch.tensor(random.getstate()[1]), x.clone()]
     state += [t.clone() for t in net.state_dict().values()]
     state += [torch.zeros(()) if p.grad is None else p.grad.clone() for p in net.parameters()]
-    flags = (net.training, net.calls, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
+    flags = (
+        net.training,
+        net.calls,
+        len(net.seen),
+        net.average.tolist(),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+    )
     hooks = [len(m._forward_hooks) for m in net.modules()]
     return [t.tolist() for t in state], flags, hooks
 
@@ -354,10 +362,12 @@ class Restless(nn.Module):
         super().__init__()
         self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.register_buffer("calls_seen", torch.zeros(()))
-        self.calls = 0
+        self.calls, self.seen, self.average = 0, [], torch.zeros(4)
 
     def forward(self, x):
         self.calls += 1
+        self.seen.append(x)
+        self.average.add_(1)
         self.first.weight.data.mul_(1.5)
         self.calls_seen = self.calls_seen + 1
         x.mul_(2)
