@@ -24,6 +24,7 @@ import re
 import statistics
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -301,4 +302,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    # In a thread of its own: `python -m` leaves a frame without a source file on the main one,
+    # and a tool that reads the stack with inspect searches every module for it, at each operation.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(main).result()
