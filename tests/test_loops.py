@@ -9,7 +9,7 @@ import torch
 from nan_lab import loops
 
 LOOPS = [
-    loops.broken, loops.fixed, loops.without_fused_loss, loops.without_clipping,
+    loops.broken, loops.fixed, loops.guarded, loops.without_fused_loss, loops.without_clipping,
     loops.without_guard, loops.clip_before_unscale, loops.bfloat16_without_guard,
 ]  # fmt: skip
 
