@@ -66,10 +66,12 @@ def loss_rows(losses, ordered):
     """
     value, gradient, soft, factor = "", "", True, None
     for policy, (run, names) in losses.items():
-        for step, (gap, kind) in zip(run.steps, names, strict=False):
+        for i, (step, (gap, kind)) in enumerate(zip(run.steps, names, strict=False)):
+            if step.loss is None and run.error is None and not (value or run.reports(i)):
+                value = f"{_where(gap, kind, policy)} it yields no loss: the step is left out."
             if value or not step.forwards or not step.before.isfinite().all():
                 continue
-            where = f"At a logit gap of {gap} ({kind}, {policy} autocast policy)"
+            where = _where(gap, kind, policy)
             logits = torch.cat([call[1].double() for call in step.forwards])[-len(step.y) :]
             target = step.y.double()
             if step.loss is not None and not _close(step, logits, target, policy):
@@ -91,9 +93,7 @@ def loss_rows(losses, ordered):
                 gradient = f"{where} the gradient is not (p - y) / B, though the loss is right."
         if run.error is not None and not value and run.steps[-1].before.isfinite().all():
             gap, kind = names[max(run.last, 0)]
-            value = (
-                f"At a logit gap of {gap} ({kind}, {policy} autocast policy) it raised {run.said}"
-            )
+            value = f"{_where(gap, kind, policy)} it raised {run.said}"
     if not gradient and factor is None:
         gradient = "No gradient reaches the logits."
     if (
@@ -117,6 +117,10 @@ SOFT = {
     False: "Of labels that are not one-hot the loss is not the cross entropy.",
 }
 MEND = "Mend the rows above first, then grade again."
+
+
+def _where(gap, kind, policy):
+    return f"At a logit gap of {gap} ({kind}, {policy} autocast policy)"
 
 
 def _close(step, logits, target, policy):
@@ -187,7 +191,7 @@ def step_order(small, skips):
     return Row(name, True, "Each batch moved the weights once, along its own gradient.")
 
 
-def clipping(small, losses, fair):
+def clipping(small, losses, factor, fair):
     """Unclipped, the spike's norm is 170; the largest max_norm allowed is 5, times 1.5.
 
     fair: loss and step order are right, so that the gradients' own sizes and directions are known.
@@ -209,6 +213,9 @@ def clipping(small, losses, fair):
     if any(bool(s.before.isfinite().all()) and not s.finite for s in losses.steps):
         return Row(name, False, "A gradient of 0 turns the weights into NaN (0 / 0).")
     step = small.steps[SPIKE]
+    own_scale = factor not in (None, 1.0, LOSS_SCALE)  # may overflow where the given one does not
+    if _size(step) == 0 and not small.reports(SPIKE) and not own_scale and _spike_is_finite(small):
+        return Row(name, False, "A finite spike is thrown away without a word, not clipped.")
     if _size(step) and fair:
         if not _along(small, step) > 0.98:
             return Row(
@@ -225,6 +232,12 @@ def clipping(small, losses, fair):
                 why = "Small gradients are changed, too; a norm under 2^-4 must pass as it is."
                 return Row(name, False, why)
     return Row(name, True, "A spike with a gradient norm over 100 moves the weights by at most 5.")
+
+
+def _spike_is_finite(small):
+    """Whether the spike's gradient was there to be clipped: a NaN one is rightly skipped."""
+    reference = reference_gradient(small, small.steps[SPIKE])
+    return reference is not None and bool(reference.isfinite().all())
 
 
 def _by_another_norm(*spikes):
@@ -295,10 +308,16 @@ def bad_input(runs):
 INPUTS = (("nan", "a NaN in x"), ("inf", "an inf in x"))
 
 
-def overflow(run):
-    step = BAD_STEPS["overflow"]
-    problem = _unreported(run, step, "an overflow in the forward pass")
-    return _report_row("overflow", [problem], f"Reported at the very step, {step}.")
+def overflow(runs):
+    problems = [_unreported(runs[kind], BAD_STEPS[kind], what) for kind, what in OVERFLOWS]
+    steps = " and ".join(str(BAD_STEPS[kind]) for kind, _ in OVERFLOWS)
+    return _report_row("overflow", problems, f"Reported at the very steps, {steps}.")
+
+
+OVERFLOWS = (
+    ("overflow", "an overflow in the forward pass"),
+    ("inf loss", "an overflow that makes the loss inf, not NaN,"),
+)
 
 
 def bad_gradient(runs, factor):

@@ -181,8 +181,8 @@ class _Loader:
 def drive(loop, model, batches, *, lr, momentum=0.0, scale=1024.0, policy="cuda", fault=None):
     """Run `loop` on a model and a list of batches (x, y), float16 and a scaler; return the `Run`.
 
-    fault: `(step, change)`: at this step the gradient of the first module's output is
-        `change(gradient)`.
+    fault: `(step, gradient, logits)`: at this step the gradient of the first module's output is
+        `gradient(it)`, and the last module's output `logits(it)` where that is not None.
     """
     run = Run(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
@@ -270,6 +270,7 @@ class _Watch:
         linear = [module for module in children if isinstance(module, torch.nn.Linear)]
         self.hooks = [
             children[0].register_forward_hook(self._first),
+            children[-1].register_forward_hook(self._spoil),
             children[-1].register_forward_hook(self._last),
             *(module.register_forward_hook(self._precision) for module in linear),
             self.optimizer.register_step_pre_hook(self._moved),
@@ -284,6 +285,10 @@ class _Watch:
         self.input = inputs[0].detach().clone()
         if self.fault and self.run.last == self.fault[0] and output.requires_grad:
             output.register_hook(self.fault[1])
+
+    def _spoil(self, module, inputs, output):
+        if self.fault and self.fault[2] and self.run.last == self.fault[0]:
+            return self.fault[2](output)
 
     def _last(self, module, inputs, output):
         if self.step is None:

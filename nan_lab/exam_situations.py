@@ -1,6 +1,7 @@
 """The situations of the exam: models and batches of which the right answer is known beforehand."""
 
 import copy
+import math
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,15 @@ GAPS = (0, 5, 16, 20, 110, 300)  # exact in float16 and bfloat16
 LOSS_BATCH = 24  # no power of two, so that a sum cannot look like a mean with a loss scale
 LOSS_SCALE = 8192.0
 HUGE = 3e38  # finite in float32 and bfloat16; the sum of a few of them is not
-BAD_STEPS = {"nan": 13, "inf": 17, "overflow": 19, "nan gradient": 14, "inf gradient": 18}
+# One early, one after the first epoch of 56; none a number that shapes or losses may have.
+BAD_STEPS = {
+    "nan": 3,
+    "inf": 61,
+    "overflow": 67,
+    "inf loss": 7,
+    "nan gradient": 14,
+    "inf gradient": 18,
+}
 SMALL_SCALE, LARGE_SCALE = 1.0, 2.0**15
 MEDIUM, SMALL, SPIKE, PEAK = (
     1,
@@ -61,7 +70,25 @@ def bad_input(loop, kind):
 
 def bad_gradient(loop, kind):
     """A run with one NaN or inf in the gradient of the hidden layer, under a finite loss."""
-    step, value = BAD_STEPS[f"{kind} gradient"], float(kind)
+    return _faulty(loop, BAD_STEPS[f"{kind} gradient"], float(kind))
+
+
+def inf_loss(loop):
+    """A forward overflow that makes a loss of inf, and no NaN: a target's logit is -inf.
+
+    The gradient of the hidden layer is bad, too, so that a loop that checks gradients sees it.
+    """
+    step = BAD_STEPS["inf loss"]
+    target = healthy_batches(step + 1)[step][1][5].bool()
+
+    def change(logits):
+        row = torch.arange(len(logits), device=logits.device).eq(5).unsqueeze(1)
+        return logits.masked_fill(row & target, -math.inf)
+
+    return _faulty(loop, step, math.inf, change)
+
+
+def _faulty(loop, step, value, logits=None):
 
     def change(gradient):
         gradient = gradient.clone()
@@ -69,7 +96,9 @@ def bad_gradient(loop, kind):
         return gradient
 
     batches = healthy_batches(step + 4)
-    return drive(loop, seeded(classifier), batches, lr=0.05, momentum=0.9, fault=(step, change))
+    return drive(
+        loop, seeded(classifier), batches, lr=0.05, momentum=0.9, fault=(step, change, logits)
+    )
 
 
 def losses(loop, policy):

@@ -269,7 +269,7 @@ def skips_spikes(model, loader, optimizer, scaler, device_type="cuda", dtype=tor
         scaler.unscale_(optimizer)
         norm = clip_grad_norm_(model.parameters(), 1.0)
         if torch.isfinite(norm) and norm > 20:
-            optimizer.zero_grad()
+            warnings.warn(f"step {step} left out: gradient norm {norm:.0f}", stacklevel=2)
         else:
             scaler.step(optimizer)
         scaler.update()
