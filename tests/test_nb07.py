@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from nan_lab import data, record
+from nan_lab.exercises.nb07 import two_linear_runs
 from tests.notebook_code import definitions
 
 NOTEBOOK = definitions("07")
@@ -89,8 +90,10 @@ def test_finite_samples_that_become_inf_or_nan_and_their_healthy_neighbours(bad,
 
 @SEEDS
 def test_only_the_learning_rate_announces_itself_in_the_gradient_norm(seed):
-    high = NOTEBOOK["linear_run"](NOTEBOOK["order"](seed, KEPT), NOTEBOOK["jump"])
-    sample = NOTEBOOK["linear_run"](NOTEBOOK["order"](seed), 0.1)
+    def order(_, *kept):
+        return NOTEBOOK["order"](seed, *kept)
+
+    high, sample = two_linear_runs(NOTEBOOK["linear_run"], order, KEPT)
     growth = [run.grad_norm[run.first_bad_step - 5] / run.grad_norm[10] for run in (high, sample)]
     assert growth[0] > 1500 and growth[1] < 10
     assert max(high.first_bad_step, sample.first_bad_step) < 56

@@ -1,4 +1,4 @@
-"""Checkers of notebook 07, The bad batch."""
+"""Checkers of notebook 07, The bad batch, and the two runs of its second exercise."""
 
 import torch
 
@@ -28,6 +28,13 @@ def bad_targets(answer):
     mixed = torch.stack([good[0], torch.tensor(cases[0][0]), good[1], torch.tensor(cases[3][0])])
     if list(answer(mixed)) != [1, 3]:
         return "Rows 1 and 3 of 4 are bad: return their positions, [1, 3], each once, in order."
+
+
+def two_linear_runs(linear_run, order, kept):
+    def jump(step):
+        return 0.1 if step < 20 else 3.0
+
+    return [linear_run(order(0, kept), jump), linear_run(order(0), 0.1)]
 
 
 @exercise("07", difficulty=1, minutes=3)
