@@ -62,7 +62,7 @@ class StepGuard:
             self.versions = [p._version for p in self.params]
             if self.owners:
                 self._keep_buffers()
-        self.micro_batches.append(MicroBatch.keep(batch, with_copies=self.writes_batch))
+        self.micro_batches.append(MicroBatch(batch, with_copies=self.writes_batch))
 
     def _keep_buffers(self):
         now = [(m, name, m._buffers.get(name)) for m, name in self.owners]
@@ -92,7 +92,7 @@ class StepGuard:
         return loss, norm
 
     def _read(self, loss, grad_norm):
-        """Loss, gradient norm, and what else must be finite, in the step's one host read."""
+        """[loss, gradient norm, what else must be finite] in the step's one host read."""
         if isinstance(loss, float):
             loss = torch.tensor(loss)
         if not (isinstance(loss, torch.Tensor) and loss.is_floating_point() and loss.numel() == 1):
@@ -105,7 +105,9 @@ class StepGuard:
         values = [loss if loss.dim() == 0 else loss.reshape(()), grad_norm]
         if self.owners:
             values += self._largest_of_buffers()
-        values = torch.stack([v if v.device == loss.device else v.to(loss.device) for v in values])
+        if self.ranks == 1 and all([value.is_cpu for value in values]):
+            return [value.tolist() for value in values]  # no device, nothing to wait for
+        values = torch.stack([value.to(loss.device) for value in values])
         if self.ranks > 1:  # what is inf or NaN on one rank stops all of them at the same step
             bad = torch.where(values.isfinite().all(), 0.0, math.inf)
             values = torch.cat([values, self._on_every_rank(bad, loss.device)])

@@ -222,5 +222,5 @@ def locate(model, forward, batch, loss_scale=1.0):
     """
     buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items()]
     buffers = [(m, name, b, b.detach().clone()) for m, name, b in buffers if b is not None]
-    with FailedStep(model, forward, [MicroBatch.keep(batch)], buffers) as step:
+    with FailedStep(model, forward, [MicroBatch(batch)], buffers) as step:
         return step.find("", loss_scale)

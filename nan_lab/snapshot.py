@@ -4,7 +4,6 @@ import random
 import sys
 from collections.abc import Mapping
 from copy import copy
-from typing import NamedTuple
 
 import torch
 
@@ -43,27 +42,21 @@ def set_rng_state(state):
         torch.cuda.set_rng_state_all(state[1])
 
 
-class MicroBatch(NamedTuple):
+class MicroBatch:
     """What `begin` keeps: references only, and copies once a step was seen to write its batch."""
 
-    batch: object
-    tensors: list  # (name, tensor)
-    versions: list
-    copies: list  # (tensor, copy)
-    rng: tuple
-
-    @classmethod
-    def keep(cls, batch, with_copies=False):
-        tensors = tensors_of(batch)
-        copies = [(t, t.detach().clone()) for _, t in tensors] if with_copies else []
-        return cls(batch, tensors, cls.now(tensors), copies, rng_state())
-
-    @staticmethod
-    def now(tensors):
-        return [0 if t.is_inference() else t._version for _, t in tensors]
+    def __init__(self, batch, with_copies=False):
+        self.batch, self.tensors, self.rng = batch, tensors_of(batch), rng_state()
+        self.versions = [version(t) for _, t in self.tensors]
+        self.copies = [(t, t.detach().clone()) for _, t in self.tensors] if with_copies else ()
 
     def is_written(self):
-        return self.versions != self.now(self.tensors)
+        return self.versions != [version(t) for _, t in self.tensors]
+
+
+def version(tensor):
+    """How often it was written in place; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Snapshot:
