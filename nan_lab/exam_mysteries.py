@@ -114,9 +114,10 @@ ANSWERS = {
     (2, "phase"): (
         "backward",
         {
-            "input": "x is finite in every batch, as the outside says.",
+            "input": "x is finite in every batch; what hits the weights is the gradient.",
             "forward": "The loss is high at that step, but finite: nothing overflowed.",
-            "loss": "The loss is high at that step, but finite, and F.cross_entropy is right.",
+            "loss": "The loss is high, but finite, and F.cross_entropy is right; what hits the "
+            "weights is the gradient.",
         },
     ),
     (2, "cause"): (
@@ -215,8 +216,6 @@ ANSWERS = {
         101,
         {
             99: "The loss of step 99 is low.",
-            100: "Its loss and gradient norm are still ordinary. Its update did the harm, and the "
-            "loss of step 101 is the first to show it.",
             "none": "All values are finite, yet from one step to the next the loss jumps.",
         },
     ),
@@ -285,6 +284,15 @@ ANSWERS = {
             "are huge, whatever the weights' steps.",
         },
     ),
+}
+
+
+# Where two answers are right: what is said to each.
+BOTH_RIGHT = {
+    (5, "step"): {
+        100: "Its update did the harm; the loss of step 101 is the first to show it.",
+        101: "Its loss is the first to show the harm, which the update of step 100 did.",
+    },
 }
 
 
@@ -365,6 +373,8 @@ def _judge(number, question, answer):
     right, wrong = ANSWERS[number, question]
     if answer is ...:
         return question, answer, None, ""
+    if answer in BOTH_RIGHT.get((number, question), ()):
+        return question, answer, True, f". {BOTH_RIGHT[number, question][answer]}"
     if answer == right:
         return question, answer, True, "."
     if answer in wrong:
@@ -382,7 +392,8 @@ def _judge(number, question, answer):
 
 def _choices(number, question):
     right, wrong = ANSWERS[number, question]
-    return sorted([right, *wrong], key=lambda choice: (isinstance(choice, str), choice))
+    choices = {right, *wrong, *BOTH_RIGHT.get((number, question), ())}
+    return sorted(choices, key=lambda choice: (isinstance(choice, str), choice))
 
 
 def _check_number(number):

@@ -260,7 +260,8 @@ def test_mystery_is_the_same_twice_and_gives_nothing_away(number):
     assert first.history.name == f"mystery {number}" and first.history.cause_step is None
     for question, choices in first.choices.items():
         right, wrong = exam_mysteries.ANSWERS[number, question]
-        assert set(choices) == {right, *wrong} and len(choices) >= 4
+        also = exam_mysteries.BOTH_RIGHT.get((number, question), ())
+        assert set(choices) == {right, *wrong, *also} and len(choices) >= 4
         assert all(reason.endswith(".") for reason in wrong.values())
 
 
@@ -275,6 +276,20 @@ def test_check_mystery(number):
             verdict = exam.check_mystery(number, **{**answers, question: wrong})
             assert not verdict.passed and reason in repr(verdict)
     assert not exam.check_mystery(number, **{**answers, "step": 3}).passed
+
+
+@pytest.mark.parametrize("number, question", exam_mysteries.BOTH_RIGHT)
+def test_where_two_answers_are_right_each_is_told_of_the_other(number, question):
+    right, wrong = exam_mysteries.ANSWERS[number, question]
+    both = exam_mysteries.BOTH_RIGHT[number, question]
+    assert len(both) == 2 and right in both and not set(both) & set(wrong)
+    for (answer, reason), other in zip(both.items(), reversed(both), strict=True):
+        ((_, _, correct, said),) = [
+            line
+            for line in exam.check_mystery(number, **{question: answer}).lines
+            if line[0] == question
+        ]
+        assert correct and said == f". {reason}" and str(other) in reason
 
 
 def test_check_mystery_refuses_what_is_no_choice():
