@@ -95,8 +95,9 @@ def test_only_the_right_order_stops_the_spike():
 
 
 def test_adam_hides_the_wrong_order():
-    run = train("clip_first", trigger=None, init_scale=65536.0, optimizer=NOTEBOOK["adam"])
-    assert run.accuracy[-1] > 0.8  # said: 0.7
+    options = {"init_scale": 65536.0, "optimizer": NOTEBOOK["adam"], "epochs": 2}
+    run = train("clip_first", trigger=None, **options)
+    assert run.accuracy[1] > 0.7  # said: 0.3
 
 
 def test_to_unscale_twice_is_loud_and_error_if_nonfinite_stops_at_a_healthy_skip():
@@ -111,12 +112,28 @@ def test_a_strong_spike_stops_the_run_only_later_and_not_when_clipped(seed):
     assert 115 < run.stopped_at < 140 and "the loss is" in str(run.error)
     norms = run.grad_norm[:-1]
     assert norms.index(max(norms)) == 113 == NOTEBOOK["culprit"](run.grad_norm)
+    assert norms[113] > 1.5 * sum(norms[114:])  # said: 1
 
 
-def test_clipped_or_in_bfloat16_the_strong_spike_makes_no_nan():
-    assert train(loops.fixed, STRONG, init_scale=1).first_bad_step is None
-    wide = train(loops.without_clipping, STRONG, init_scale=1, dtype=torch.bfloat16)
-    assert wide.error is None and wide.accuracy[2] < 0.85  # said: 0.9
+@SEEDS
+def test_clipped_or_in_bfloat16_the_strong_spike_makes_no_nan(seed):
+    options = {"seed": seed, "init_scale": 1}
+    clipped = train(loops.fixed, STRONG, **options)
+    assert clipped.error is None and clipped.accuracy[2] > 0.93
+    wide = train(loops.without_clipping, STRONG, dtype=torch.bfloat16, **options)
+    assert wide.error is None and wide.first_bad_step is None and wide.accuracy[1] > 0.9
+    assert 1 - wide.accuracy[2] > 2 * (1 - wide.accuracy[1])
+    if seed == 2:  # the notebook's; said: 0.85
+        assert wide.accuracy[2] < 0.775
+
+
+@SEEDS
+def test_clipping_does_not_save_the_incident(seed):
+    loop = NOTEBOOK["with_update"](NOTEBOOK["right"], NOTEBOOK["by_hand"])
+    run = train(loop, triggers.raw_pixels(), seed=seed, init_scale=65536.0)
+    assert run.first_bad_step == 112 and all(run.skipped[112:]) and run.weights_finite
+    fused = train("right", triggers.raw_pixels(), seed=seed, init_scale=65536.0)
+    assert fused.first_bad_step is None
 
 
 @pytest.mark.parametrize("max_norm, good", [(0.001, False), (10, True), (100, False)])
