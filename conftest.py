@@ -13,6 +13,28 @@ os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get(
 os.environ.pop("PYTHONWARNINGS", None)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="also the other seeds, the whole bank of the exam, and JupyterLab in a browser",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--all"):
+        return
+    slow = [item for item in items if _is_slow(item)]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in set(slow)]
+
+
+def _is_slow(item):
+    """Marked as slow, or a repetition of a test with another seed."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return item.get_closest_marker("slow") is not None or parameters.get("seed", 0) != 0
+
+
 def pytest_configure(config):
     # The kernel of this Python, not one that happens to be called python3 in the user's home.
     config.option.nbval_current_env = True

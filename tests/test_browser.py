@@ -22,8 +22,8 @@ sync_api = pytest.importorskip(
     "playwright.sync_api", reason='needs the extra "ci": pip install -e ".[ci]"'
 )
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)"),
-    pytest.mark.xdist_group("browser"),
 ]
 
 NOTEBOOK = "window.jupyterapp.shell.currentWidget"
