@@ -69,6 +69,18 @@ def test_the_island_and_bfloat16_return_what_float32_returns():
         assert not plain(images).isfinite().any()
 
 
+def test_the_first_linear_makes_the_nan():
+    linear, images = NOTEBOOK["classifier"]()[0], data.digits()[0][:32] * 2**20
+    with cuda_autocast_policy(), torch.autocast("cpu", dtype=HALF):
+        assert linear(images).isnan().any(1).all() and linear(images / 2**20).isfinite().all()
+
+
+def test_torchs_attention_is_finite_where_the_product_is_inf():
+    q = torch.full((1, 4, 64), 64.0, dtype=HALF)
+    assert (q @ q.mT).isinf().all()
+    assert torch.nn.functional.scaled_dot_product_attention(q, q, q).isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, torch.float32])
 def test_bits_are_those_of_the_number(dtype):
     layout = {HALF: (5, 10), BFLOAT: (8, 7), torch.float32: (8, 23)}
