@@ -323,6 +323,17 @@ class Mystery:
         )
         return figures.Picture(figures.timeline(history).figure, caption)
 
+    def _repr_markdown_(self):
+        lines = [
+            f"**Mystery {self.number}.** {self.outside}",
+            "",
+            "| question | choices |",
+            "|-|-|",
+        ]
+        for question, choices in self.choices.items():
+            lines.append(f"| `{question}` | " + " · ".join(f"`{c!r}`" for c in choices) + " |")
+        return "\n".join(lines)
+
     def __repr__(self):
         lines = [f"Mystery {self.number}: {self.outside}"]
         for question, choices in self.choices.items():
