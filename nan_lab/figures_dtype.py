@@ -108,6 +108,7 @@ def gradient_histogram(gradients, scales=(1.0, 65536.0)):
             axis.axvline(edge, color=COLOURS[1], linestyle="--", linewidth=1.4)
         axis.set_title(f"loss scale 2^{math.log2(scale):.0f}", fontsize=11, loc="left")
         axis.set_yticks([])
+        axis.set_ylabel("entries")
         half = (entries * scale).half()
         lost, too_large = _how_many(half == 0), _how_many(half.isinf())
         lines.append(

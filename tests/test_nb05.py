@@ -72,6 +72,13 @@ def test_the_four_scales_are_what_their_names_say():
     assert all(run.accuracy[-1] > 0.85 for run in four.values())
 
 
+def test_the_solution_reads_the_staircase_and_the_cliff():
+    four = {FOUR_SCALES[letter]: run for letter, run in four_scaled_runs().items()}
+    assert NOTEBOOK["read_scale"](four["staircase"].scale) == (11, 0, 16 - 11)
+    assert NOTEBOOK["read_scale"](four["cliff"].scale) == (111, 0, 16 - 111)
+    assert NOTEBOOK["read_scale"](four["saw-tooth"].scale)[1] > 0
+
+
 @pytest.mark.parametrize("bad_steps, survives", [(143, True), (144, False)])
 def test_the_healthy_batch_after_144_skips_ruins_the_weights(bad_steps, survives):
     run = runs.run(loops.without_guard, nan_batches(0, bad_steps), epochs=3)

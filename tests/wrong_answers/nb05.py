@@ -1,64 +1,48 @@
 """Typical wrong answers of notebook 05, each with a part of the reason that it must get."""
 
-import torch
-import torch.nn.functional as F
+import math
+from itertools import pairwise
 
 
-def step_for_each(model, micro_batches, optimizer, scaler):
-    for x, y in micro_batches:
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+def _reading(scale):
+    halvings = sum(after < before for before, after in pairwise(scale))
+    doublings = sum(after > before for before, after in pairwise(scale))
+    return halvings, doublings, int(math.log2(min(scale)))
 
 
-def without_division(model, micro_batches, optimizer, scaler):
-    optimizer.zero_grad()
-    for x, y in micro_batches:
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-    scaler.step(optimizer)
-    scaler.update()
+def lowest_instead_of_its_power(scale):
+    return *_reading(scale)[:2], min(scale)
 
 
-def zero_grad_in_the_loop(model, micro_batches, optimizer, scaler):
-    for x, y in micro_batches:
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y) / len(micro_batches)).backward()
-    scaler.step(optimizer)
-    scaler.update()
+def against_the_first(scale):
+    halvings = sum(now < scale[0] for now in scale)
+    return halvings, *_reading(scale)[1:]
 
 
-def without_zero_grad(model, micro_batches, optimizer, scaler):
-    for x, y in micro_batches:
-        scaler.scale(F.cross_entropy(model(x), y) / len(micro_batches)).backward()
-    scaler.step(optimizer)
-    scaler.update()
+def from_end_to_end(scale):
+    return round(math.log2(scale[0] / scale[-1])), *_reading(scale)[1:]
 
 
-def without_update(model, micro_batches, optimizer, scaler):
-    optimizer.zero_grad()
-    for x, y in micro_batches:
-        scaler.scale(F.cross_entropy(model(x), y) / len(micro_batches)).backward()
-    scaler.step(optimizer)
+def the_other_way_round(scale):
+    halvings, doublings, power = _reading(scale)
+    return doublings, halvings, power
 
 
-def unscale_for_each(model, micro_batches, optimizer, scaler):
-    optimizer.zero_grad()
-    for x, y in micro_batches:
-        scaler.scale(F.cross_entropy(model(x), y) / len(micro_batches)).backward()
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
+def every_step_that_does_not_halve(scale):
+    halvings, _, power = _reading(scale)
+    return halvings, len(scale) - 1 - halvings, power
 
 
-def nan_gradients_hidden(model, micro_batches, optimizer, scaler):
-    optimizer.zero_grad()
-    for x, y in micro_batches:
-        scaler.scale(F.cross_entropy(model(x), y) / len(micro_batches)).backward()
-    for parameter in model.parameters():
-        torch.nan_to_num_(parameter.grad)
-    scaler.step(optimizer)
-    scaler.update()
+def power_of_the_last_step(scale):
+    return *_reading(scale)[:2], int(math.log2(scale[-1]))
+
+
+def power_without_its_sign(scale):
+    return *_reading(scale)[:2], abs(_reading(scale)[2])
+
+
+def only_the_lowest(scale):
+    return min(scale)
 
 
 WRONG = {
@@ -68,12 +52,14 @@ WRONG = {
         ({"A": "floor", "B": "saw-tooth", "C": "staircase", "D": "cliff"}, "B is no saw-tooth"),
         ({"A": "floor", "B": "staircase", "C": "healthy", "D": "cliff"}, "'healthy' is none of"),
     ],
-    "accumulate": [
-        (step_for_each, "took 4 steps"),
-        (without_division, "4 times too large"),
-        (zero_grad_in_the_loop, "not that of the whole batch"),
-        (without_update, "one `update`"),
-        (unscale_for_each, "unscale_() has already been called"),
-        (nan_gradients_hidden, "let the scaler decide"),
+    "read_scale": [
+        (lowest_instead_of_its_power, "power is not 1.0"),
+        (against_the_first, "halvings is not 5"),
+        (from_end_to_end, "halvings is not 2. Compare each step"),
+        (the_other_way_round, "halvings is not 1"),
+        (every_step_that_does_not_halve, "doublings is not 2"),
+        (power_of_the_last_step, "2.0]: power is not 1. 2 to"),
+        (power_without_its_sign, "below 1 the power is negative"),
+        (only_the_lowest, "Return three numbers"),
     ],
 }
