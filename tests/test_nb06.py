@@ -1,5 +1,6 @@
 """The claims of notebook 06: the limit 2 / curvature, warm-up, range test, a delayed NaN."""
 
+import math
 from functools import cache
 
 import pytest
@@ -38,6 +39,7 @@ def test_below_the_limit_it_trains_and_above_it_the_norm_rises_at_every_step(see
     assert not fast.weights_finite and 50 < fast.first_bad_step < 70  # said: 45 and 80
     ratios = [b / a for a, b in zip(fast.grad_norm, fast.grad_norm[1:45], strict=False)]
     assert 1.5 < min(ratios) and max(ratios) < 5 / 1.5
+    assert fast.loss[fast.first_bad_step] == math.inf and math.isnan(fast.loss[-1])
     predicted = NOTEBOOK["steps_until"](2.0**64, 0.27, curvature())
     assert abs(predicted - fast.first_bad_step) < 10 / 1.5
 
@@ -64,6 +66,7 @@ def test_warm_up_only_postpones_a_peak_above_the_limit(seed):
     peak = 4 / curvature()
     run = train(lambda step: peak * min(1, (step + 1) / 112), seed)
     assert 115 < run.first_bad_step < 125  # said: 112 and 135
+    assert run.loss[run.first_bad_step] == math.inf
     assert max(run.grad_norm[:56]) < 5 / 1.4 and run.grad_norm[111] > 1e6
 
 
@@ -85,6 +88,8 @@ def test_the_range_test_brackets_the_usable_rates(seed):
     best = rates[run.loss.index(min(run.loss))]
     gone = next(r for r, loss in zip(rates, run.loss, strict=True) if loss > 2 * run.loss[0])
     assert 0.1 * 1.5 < best < 1.2 / 1.5 and 0.7 * 1.5 < gone < 4 / 1.5
+    used = [record.run(loops.without_clipping, lr=lr, **options).accuracy for lr in (0.1, gone)]
+    assert used[0][-1] > 0.9 and used[1][-1] < 0.85 / 1.5
 
 
 def test_a_lower_rate_delays_the_nan_of_the_logarithm_and_float32_has_none():
@@ -100,8 +105,10 @@ def test_a_lower_rate_delays_the_nan_of_the_logarithm_and_float32_has_none():
 @SEEDS
 def test_float16_has_the_same_limit_and_reaches_its_end_sooner(seed):
     assert train(0.11, seed, torch.float16).accuracy[-1] > 0.9
-    bad = train(0.27, seed, torch.float16, epochs=1).first_bad_step
-    assert bad < 45 and bad < train(0.27, seed).first_bad_step / 1.5
+    half = train(0.27, seed, torch.float16)
+    assert half.first_bad_step < 45 and half.first_bad_step < train(0.27, seed).first_bad_step / 1.5
+    assert sum(half.skipped) > 1.4 * 100 and half.weights_finite
+    assert half.accuracy[-1] < 0.25 / 1.5
 
 
 @SEEDS
