@@ -43,7 +43,9 @@ def test_the_gradient_is_bad_dozens_of_steps_before_the_loss(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("loop, policy", [(loops.without_guard, "native"), (loops.broken, "cuda")])
+@pytest.mark.parametrize(
+    "loop, policy", [(loops.without_clipping, "native"), (loops.broken, "cuda")]
+)
 def test_the_fused_loss_and_cudas_policy_each_prevent_it(seed, loop, policy):
     run = natural(seed, loop, policy)
     assert run.first_bad_step is None and run.first_bad_grad_step is None
@@ -103,12 +105,12 @@ def test_only_the_loss_line_decides(seed):
 
 
 @pytest.mark.parametrize(
-    "dtype, exact", [(torch.float16, 17.3), (torch.bfloat16, 92.9), (torch.float32, 104.0)]
+    "dtype, exact",
+    [(torch.float16, 17.3), (torch.bfloat16, 92.9), (torch.float32, 104.0), (torch.float64, 745.1)],
 )
 def test_the_gap_of_each_dtype(dtype, exact):
-    assert (
-        round(math.log(2 / torch.finfo(dtype).smallest_normal / torch.finfo(dtype).eps), 1) == exact
-    )
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert round(math.log(2) - math.log(smallest), 1) == exact
     below, above = (
         torch.softmax(torch.tensor([gap, 0], dtype=dtype), -1)[1]
         for gap in (math.ceil(exact) - 1, math.ceil(exact))
@@ -142,6 +144,14 @@ def test_the_cure_equals_the_float64_reference(loss):
     for value, reference in zip(value_and_gradient(loss, logits, y), expected, strict=True):
         torch.testing.assert_close(value, reference.float(), rtol=1e-5, atol=1e-7)
     assert value_and_gradient(textbook, logits, y)[0].isnan()
+
+
+def test_nan_to_num_hides_the_loss_and_not_the_gradient():
+    logits, y = torch.tensor([20.0, 0.0], dtype=torch.float16), torch.tensor([1.0, 0.0])
+    value, gradient = value_and_gradient(lambda z, y: textbook(z, y).nan_to_num(), logits, y)
+    assert value == 0 and gradient.isnan().all()
+    value, gradient = value_and_gradient(F.cross_entropy, logits, y)
+    assert value.isfinite() and gradient.isfinite().all()
 
 
 def test_an_epsilon_caps_the_loss_and_has_no_gradient():

@@ -94,14 +94,14 @@ def test_each_of_the_three_failures_is_seen_by_one_check():
     assert seen_by(normed, x, F.cross_entropy(normed(x), y)) == ["buffers"]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_saved_step_fails_whatever_the_dropout_and_only_for_its_loss(seed):
+@pytest.mark.parametrize("mask", range(5))
+def test_the_saved_step_fails_whatever_the_dropout_and_only_for_its_loss(mask):
     torch.manual_seed(0)
     seen_by, model = NOTEBOOK["seen_by"], NOTEBOOK["with_dropout"]()
     x, y = next(data.batches(4, torch.Generator().manual_seed(0)))
     losses = [("bce", ["gradients"]), ("fused", [])]
     for name, seen in losses:
-        torch.manual_seed(seed)
+        torch.manual_seed(mask)
         loss = NOTEBOOK.get(name, F.binary_cross_entropy_with_logits)
         assert seen_by(model, x * 4096, loss(model(x * 4096), y)) == seen
 
