@@ -133,11 +133,13 @@ def _rows(loop):
         Row("contract", True, "One batch, one step, one loss."),
         value,
         gradient,
-        criteria.clipping(runs["small"], losses["cuda"][0], factor, fair["loss"] and fair["order"]),
+        criteria.clipping(
+            runs["small"], losses["cuda"][0], factor, order.passed, all(fair.values())
+        ),
         criteria.loss_scale(runs["small"], runs["large"], losses["cuda"], factor, fair),
         order,
         criteria.bad_input(runs),
-        criteria.overflow(runs),
+        criteria.overflow(runs, value.passed),
         criteria.bad_gradient(runs, factor),
         criteria.false_alarm(runs),
         criteria.mixed_precision(everything),

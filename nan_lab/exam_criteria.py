@@ -191,10 +191,11 @@ def step_order(small, skips):
     return Row(name, True, "Each batch moved the weights once, along its own gradient.")
 
 
-def clipping(small, losses, factor, fair):
+def clipping(small, losses, factor, ordered, fair):
     """Unclipped, the spike's norm is 170; the largest max_norm allowed is 5, times 1.5.
 
-    fair: loss and step order are right, so that the gradients' own sizes and directions are known.
+    ordered: the step order is right. fair: the loss is, too, so that the gradients' own sizes and
+    directions are known.
     """
     name = "clipping"
     if small.last < SPIKE:
@@ -214,7 +215,8 @@ def clipping(small, losses, factor, fair):
         return Row(name, False, "A gradient of 0 turns the weights into NaN (0 / 0).")
     step = small.steps[SPIKE]
     own_scale = factor not in (None, 1.0, LOSS_SCALE)  # may overflow where the given one does not
-    if _size(step) == 0 and not small.reports(SPIKE) and not own_scale and _spike_is_finite(small):
+    dropped = _size(step) == 0 and not small.reports(SPIKE)
+    if ordered and dropped and not own_scale and _spike_is_finite(small):
         return Row(name, False, "A finite spike is thrown away without a word, not clipped.")
     if _size(step) and fair:
         if not _along(small, step) > 0.98:
@@ -308,9 +310,11 @@ def bad_input(runs):
 INPUTS = (("nan", "a NaN in x"), ("inf", "an inf in x"))
 
 
-def overflow(runs):
-    problems = [_unreported(runs[kind], BAD_STEPS[kind], what) for kind, what in OVERFLOWS]
-    steps = " and ".join(str(BAD_STEPS[kind]) for kind, _ in OVERFLOWS)
+def overflow(runs, right_loss):
+    """Judge the reports of an overflow; one that makes the right loss inf needs the right loss."""
+    kinds = OVERFLOWS if right_loss else OVERFLOWS[:1]
+    problems = [_unreported(runs[kind], BAD_STEPS[kind], what) for kind, what in kinds]
+    steps = " and ".join(str(BAD_STEPS[kind]) for kind, _ in kinds)
     return _report_row("overflow", problems, f"Reported at the very steps, {steps}.")
 
 

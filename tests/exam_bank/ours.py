@@ -643,9 +643,9 @@ def checks_input_only(model, loader, optimizer, scaler, device_type="cuda", dtyp
         yield loss
 
 
-@bank("bad input")
+@bank("bad input", "overflow")
 def checks_for_nan_only(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16):
-    """Cleans inf out of x, so that nothing shows it; NaN and the loss are checked."""
+    """Cleans inf out of x, so that nothing shows it; of the loss only NaN is checked."""
     for step, (x, y) in enumerate(loader):
         x = torch.where(x.isinf(), 0.0, x)
         optimizer.zero_grad()
