@@ -105,8 +105,6 @@ class StepGuard:
         values = [loss if loss.dim() == 0 else loss.reshape(()), grad_norm]
         if self.owners:
             values += self._largest_of_buffers()
-        if self.ranks == 1 and all([value.is_cpu for value in values]):
-            return [value.tolist() for value in values]  # no device, nothing to wait for
         values = torch.stack([value.to(loss.device) for value in values])
         if self.ranks > 1:  # what is inf or NaN on one rank stops all of them at the same step
             bad = torch.where(values.isfinite().all(), 0.0, math.inf)

@@ -775,7 +775,7 @@ def zero_grad_before_step(
         yield loss
 
 
-@bank(ORDER, GRADIENT)  # Three batches of four move nothing; each gradient is a quarter.
+@bank(ORDER)  # Three batches of four move nothing.
 def accumulates_four(model, loader, optimizer, scaler, device_type="cuda", dtype=torch.float16):
     for step, (x, y) in enumerate(loader):
         with torch.autocast(device_type, dtype=dtype):
