@@ -27,7 +27,7 @@ def bank():
         yield pytest.param(loop, rows, id=f"{file}-{loop.__name__}", marks=marks)
 
 
-@pytest.mark.parametrize(("loop", "expected"), bank())
+@pytest.mark.parametrize(("loop", "expected"), list(bank()))
 def test_every_loop_of_the_bank_fails_the_rows_it_must(loop, expected):
     grade = exam.grade(loop)
     assert failing(grade) == expected, f"\n{grade}"
