@@ -17,14 +17,19 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all",
         action="store_true",
-        help="also the other seeds, the whole bank of the exam, and JupyterLab in a browser",
+        help="also the other seeds and the whole bank of the exam",
     )
+    parser.addoption("--browser", action="store_true", help="also JupyterLab in Chromium")
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--all"):
-        return
-    slow = [item for item in items if _is_slow(item)]
+    every, browser = config.getoption("--all"), config.getoption("--browser")
+    slow = [
+        item
+        for item in items
+        if (_is_slow(item) and not every)
+        or (item.get_closest_marker("browser") is not None and not browser)
+    ]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in set(slow)]
 

@@ -22,7 +22,7 @@ sync_api = pytest.importorskip(
     "playwright.sync_api", reason='needs the extra "ci": pip install -e ".[ci]"'
 )
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)"),
 ]
 
