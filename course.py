@@ -3,6 +3,7 @@
     python3 course.py lab [00] [...]    open JupyterLab at notebook 00; the rest goes to JupyterLab
     python3 course.py test [...]        lint, unit tests, notebooks; the rest goes to pytest
     python3 course.py test --all        also other seeds and the exam's whole bank
+    python3 course.py test --browser    also every notebook in JupyterLab in Chromium
     python3 course.py test --gpu        the same on CUDA
     python3 course.py test --noise [N]  notebooks under N (20) seeds of rounding noise
     python3 course.py test --machines   notebooks with other CPUs' kernels and thread counts
