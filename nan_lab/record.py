@@ -248,9 +248,11 @@ class _Watch:
             return
         self.is_open = False
         nothing = torch.full((), math.nan, device=self.scale.device)
+        # In the order of `applied_norms`, not of the hooks: equal gradients have equal norms.
+        grad_norms = [self.grad_norms[p] for p in self.parameters if p in self.grad_norms]
         readings = [
             nothing if self.loss is None else self.loss.reshape(()),
-            torch.stack(list(self.grad_norms.values())).norm() if self.grad_norms else nothing,
+            torch.stack(grad_norms).norm() if grad_norms else nothing,
             torch.stack(self.applied_norms).norm() if self.applied_norms else nothing,
             self.scale,
         ]
